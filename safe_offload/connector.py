@@ -36,7 +36,7 @@ from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
-from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.loads.hits import HostHits

@@ -548,7 +548,7 @@ class Planner(SchedulerSide):
         """
         self.has_changed = True
         self._counters[Count.RESETS] += 1
-        num_held = len(self.hits.directory.hashes)
+        num_held = self.hits.directory.num_held
         if cause is None:
             told = "The host cache was reset: what %d slots held can no longer be hit."
             logger.info(told, num_held)
@@ -612,7 +612,7 @@ class Planner(SchedulerSide):
         return {
             "slots": slots.num_usable,
             "configured_slots": slots.num_slots,
-            "used_slots": len(slots.directory.hashes) - len(slots.directory.being_stored),
+            "used_slots": slots.directory.num_held - len(slots.directory.being_stored),
             "leased_slots": slots.num_leased,
             "retired_slots": slots.num_retired,
             "capacity_bytes": slots.num_usable * self.options.slot_bytes,

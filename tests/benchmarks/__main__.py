@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copies", "`transfer` with vLLM's own copies and with latencies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
+        ("large_host", "millions of slots: start, bytes of Python a slot, a step's time"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
         ("tenants", "hit rates of those that chat beside a flood, with quotas and without"),
+        ("held", "bytes that the host holds of a prompt, over those that attention reads"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

@@ -6,8 +6,9 @@ number, from 0. A call takes many at once: a long prompt has thousands, and vLLM
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -32,13 +33,14 @@ class SlotPool:
         # What follows is mutable, and only this class changes it, and the policy with it. A usable
         # slot is leased, or it is evictable (it is in the directory), or else it is empty.
         self.num_usable = 0
-        self._empty: list[int] = []  # the last one is taken first
+        self._num_begun = 0  # slots before this one have been granted; those from it on are empty
+        self._empty: list[int] = []  # of those before it; the last one is taken first
         self._evictable = policy
         self._now_s = 0.0
         self._leased: set[int] = set()
         self._more_leases: Counter[int] = Counter()  # of a slot, beyond the first
         self._retired: set[int] = set()
-        self._hit: set[int] = set()  # what they hold has been loaded
+        self._was_hit = bytearray(num_slots)  # 1: what it holds has been loaded
 
     @property
     def num_leased(self) -> int:
@@ -48,12 +50,12 @@ class SlotPool:
     @property
     def num_empty(self) -> int:
         """Slots that hold nothing and can be granted."""
-        return len(self._empty)
+        return len(self._empty) + self.num_usable - self._num_begun
 
     @property
     def num_free(self) -> int:
         """Slots that nothing leases."""
-        return len(self._empty) + len(self._evictable)
+        return self.num_empty + len(self._evictable)
 
     @property
     def num_grantable(self) -> int:
@@ -70,10 +72,7 @@ class SlotPool:
 
         Fewer than before changes nothing.
         """
-        opened = range(self.num_usable, min(num_usable, self.num_slots))
-        if opened:
-            self._empty[:0] = reversed(opened)
-            self.num_usable = opened.stop
+        self.num_usable = max(self.num_usable, min(num_usable, self.num_slots))
 
     def serve(self, salt: str | None) -> None:
         """What is granted from now on is for requests with this salt; see `TenantSlots`."""
@@ -90,6 +89,10 @@ class SlotPool:
         granted = self._empty[-count:]
         granted.reverse()
         del self._empty[-count:]
+        if len(granted) < count and self._num_begun < self.num_usable:
+            first = self._num_begun
+            self._num_begun = min(first + count - len(granted), self.num_usable)
+            granted += range(first, self._num_begun)
         if len(granted) < count:
             evicted = self._evictable.evict(count - len(granted), self._now_s)
             self._count_evicted(evicted)
@@ -139,18 +142,19 @@ class SlotPool:
             slots = last
         self._leased.difference_update(slots)
         hashes = self.directory.hashes
-        if all(map(hashes.__contains__, slots)):
+        if None not in map(hashes.__getitem__, slots):
             self._evictable.release(slots[::-1], self._now_s)
         else:
-            filled = [slot for slot in reversed(slots) if slot in hashes]
+            filled = [slot for slot in reversed(slots) if hashes[slot] is not None]
             self._evictable.release(filled, self._now_s)
-            self._empty += [slot for slot in reversed(slots) if slot not in hashes]
+            self._empty += [slot for slot in reversed(slots) if hashes[slot] is None]
 
     def evict_first(self, slots: Sequence[int]) -> None:
         """Let those of the slots that are evictable go before all others, in this order."""
         hashes = self.directory.hashes
         self._evictable.hurry(
-            [slot for slot in slots if slot in hashes and slot not in self._leased], self._now_s
+            [slot for slot in slots if hashes[slot] is not None and slot not in self._leased],
+            self._now_s,
         )
 
     def next_evicted(self, count: int) -> list[int]:
@@ -166,7 +170,7 @@ class SlotPool:
         self._forgotten(self.directory.forget_all())
 
     def _forgotten(self, slots: list[int]) -> None:
-        self._hit.difference_update(slots)
+        self._mark(slots, 0)
         self._evictable.forget(slots)
         self._empty += [slot for slot in slots if slot not in self._leased]
 
@@ -181,6 +185,9 @@ class SlotPool:
         usable = (slot for slot in slots if 0 <= slot < self.num_usable)
         retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
         self._retired.update(retired)
+        if any(slot >= self._num_begun for slot in retired):
+            self._empty[:0] = range(self.num_usable - 1, self._num_begun - 1, -1)
+            self._num_begun = self.num_usable
         self._empty = [slot for slot in self._empty if slot not in self._retired]
         self.lease(retired)
         return retired
@@ -194,23 +201,28 @@ class SlotPool:
         unleased = [slot for slot in range(self.num_usable) if slot not in expected]
         held = self.directory.hashes
         self._evictable.forget(range(self.num_slots))
-        self._evictable.release([slot for slot in unleased if slot in held], self._now_s)
-        self._empty = [slot for slot in reversed(unleased) if slot not in held]
+        filled = [slot for slot in unleased if held[slot] is not None]
+        self._evictable.release(filled, self._now_s)
+        self._empty = [slot for slot in reversed(unleased) if held[slot] is None]
+        self._num_begun = self.num_usable
 
     def mark_hit(self, slots: Iterable[int]) -> None:
         """A load reads these slots."""
-        self._hit.update(slots)
+        self._mark(slots, 1)
+
+    def _mark(self, slots: Iterable[int], was_hit: int) -> None:
+        deque(map(self._was_hit.__setitem__, slots, repeat(was_hit)), maxlen=0)
 
     def set_time(self, now_s: float) -> None:
         """Note the time; only the age of what is evicted depends on it."""
         self._now_s = now_s
 
     def _count_evicted(self, slots: Sequence[int]) -> None:
-        hit = self._hit.intersection(slots)
-        if hit:
-            self._hit -= hit
-            self._counters[Count.EVICTED_BLOCKS_HIT] += len(hit)
-        self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - len(hit)
+        num_hit = sum(map(self._was_hit.__getitem__, slots))
+        if num_hit:
+            self._mark(slots, 0)
+            self._counters[Count.EVICTED_BLOCKS_HIT] += num_hit
+        self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - num_hit
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
 
     def __repr__(self) -> str:
@@ -239,8 +251,9 @@ class SlotPool:
                 )
         self.directory.check_invariants(self._leased)
         unleased = {slot for slot in range(self.num_usable) if slot not in self._leased}
-        held = unleased & self.directory.hashes.keys()
-        if sorted(self._empty) != sorted(unleased - held):
+        held = {slot for slot in unleased if self.directory.hashes[slot] is not None}
+        empty = [*self._empty, *range(self._num_begun, self.num_usable)]
+        if sorted(empty) != sorted(unleased - held):
             raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
         if len(self._evictable) != len(held):
             raise InvariantError("I8", "the evictable slots are not exactly the other free ones")

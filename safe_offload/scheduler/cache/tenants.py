@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.config.tenants import WHOLE, Tenants
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
+from safe_offload.scheduler.cache.eviction import EvictionPolicy, Hashes
 from safe_offload.scheduler.cache.slots import SlotPool
 
 if TYPE_CHECKING:
     from safe_offload.observe.counters import Counters
     from safe_offload.scheduler.cache.directory import Directory
 
-MakePolicy = Callable[[int, Mapping[int, bytes]], EvictionPolicy]
+MakePolicy = Callable[[int, Hashes], EvictionPolicy]
 
 
 def _for_each(name: str) -> Any:
@@ -47,7 +47,7 @@ class TenantPolicy(EvictionPolicy):
         asking, num_asked: what a grant is for.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes], make: MakePolicy) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
         super().__init__(0, hashes)
         self._make = functools.partial(make, num_slots, hashes)
         self._policies = [self._make()]
@@ -159,7 +159,7 @@ class TenantSlots(SlotPool):
     @property
     def num_grantable(self) -> int:
         """See `SlotPool`."""
-        return len(self._empty) + sum(self.by_tenant.payments(len(self.by_tenant)))
+        return self.num_empty + sum(self.by_tenant.payments(len(self.by_tenant)))
 
     def open(self, num_usable: int) -> None:
         """See `SlotPool`."""
@@ -210,7 +210,7 @@ class TenantSlots(SlotPool):
         self.by_tenant.guaranteed = [s * num_slots // WHOLE for s in self.tenants.shares]
 
     def _held(self) -> list[int]:
-        taken = set(range(self.num_usable)).difference(self._empty, self._retired)
+        taken = set(range(self._num_begun)).difference(self._empty, self._retired)
         found = Counter(map(self.by_tenant.owners.__getitem__, taken))
         return [found[tenant] for tenant in range(len(self.tenants.labels))]
 

@@ -94,7 +94,7 @@ class Spills:
         directory, message = self._directory, fetch.message
         origins = dict(zip(message.slot_ids, message.origins, strict=True))
         for slot in slots:
-            block_hash = directory.hashes.get(slot)
+            block_hash = directory.hashes[slot]
             if block_hash is None:
                 continue
             origin = origins[slot] if origins[slot] > self._nearest_kept else 0
@@ -114,6 +114,8 @@ class Spills:
         hashes, spilled = directory.hashes, self._spilled
         for slot in slots.next_evicted(self._num_ahead):
             block_hash = hashes[slot]
+            if block_hash is None:
+                continue
             known_hash, origin = spilled.get(slot, (b"", 0))
             if known_hash != block_hash:
                 self._queue[slot] = directory.group_of(slot), block_hash, 0
@@ -190,7 +192,7 @@ class Spills:
         if self.evicted_only:
             # What tiers would not take is not offered again as long as the host has it.
             hashes = self._directory.hashes
-            self._spilled.update((slot, (hashes[slot], 0)) for slot in slots if slot in hashes)
+            self._spilled.update((s, (held, 0)) for s in slots if (held := hashes[s]) is not None)
             spill.lease.put_back()
         else:
             spill.lease.release()

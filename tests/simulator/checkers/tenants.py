@@ -42,12 +42,8 @@ class TenantChecker:
 
     def _see_grant(self, original: Callable[[int], list[int]], count: int) -> list[int]:
         leased = {slot for lease in self._planner.leases for slot in lease.slots}
-        held = Counter(
-            label
-            for slot, label in self._labels.items()
-            if slot in leased or slot in self._directory.hashes
-        )
-        filled = {slot for slot in self._labels if slot in self._directory.hashes}
+        filled = {slot for slot in self._labels if self._directory.hashes[slot] is not None}
+        held = Counter(self._labels[slot] for slot in self._labels.keys() & (leased | filled))
         num_usable = self._slots.num_usable
         shares = dict(zip(self._tenants.labels, self._tenants.shares, strict=True))
         spare = Counter(
