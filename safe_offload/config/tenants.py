@@ -65,12 +65,14 @@ class Tenants:
         return self.salts.get(("salt_sha256", digest), self.salts.get(longest, 0))
 
 
-def parse(text: bytes) -> Tenants:
-    """Return the tenants that the text of a file names.
+def parse(text: bytes | None) -> Tenants:
+    """Return the tenants that the text of a file names, None if it cannot be read.
 
     Raises:
         ConfigError: with the fix; no salt is in it, and no label that may be one.
     """
+    if text is None:
+        _refuse("it cannot be read")
     try:
         written = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -118,23 +120,17 @@ def _refuse(problem: str) -> NoReturn:
 
 
 class TenantsFile:
-    """The tenants as the file says now; what cannot be used changes nothing.
+    """The `tenants` that a file names; `num_bad` changes of it were of no use and change nothing.
 
     A thread of its own reads it, since a file may be slow, and alone changes what is in here.
-
-    Attributes:
-        tenants: in force.
-        num_looks: how often something new was found.
-        num_bad: of them, how often it could not be used.
     """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._text: bytes | None = b""
-        self.tenants = Tenants()
-        self.num_looks = self.num_bad = 0
+        self.num_bad = 0
         self._ended = threading.Event()
-        self._take(self._read())
+        self._text = self._read()
+        self.tenants = parse(self._text)
 
     def start(self) -> None:
         """Look again and again from now on, until `close`."""
@@ -148,14 +144,14 @@ class TenantsFile:
         """Take over what the file has, None if it cannot be read, if that is new and of use."""
         if text == self._text:
             return
+        self._text = text
         try:
-            self._take(text)
+            self.tenants = parse(text)
             told = 'The file of "tenants" has changed: %d tenants are guaranteed %g%% together.'
             logger.info(told, len(self.tenants.labels) - 1, sum(self.tenants.shares) / 100)
         except ConfigError as error:
             self.num_bad += 1
             logger.error("What was in force before stays: %s", error)
-        self.num_looks += 1
 
     def _read(self) -> bytes | None:
         try:
@@ -163,12 +159,6 @@ class TenantsFile:
                 return file.read(MAX_FILE_BYTES)
         except OSError:
             return None
-
-    def _take(self, text: bytes | None) -> None:
-        self._text = text
-        if text is None:
-            _refuse("it cannot be read")
-        self.tenants = parse(text)
 
     def close(self) -> None:
         """Look no more."""

@@ -209,7 +209,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        tiers = TIER_SERIES[: len(_config(self._kv_transfer_config).tiers)]
+        config = _config(self._kv_transfer_config)
+        tiers = TIER_SERIES[: len(config.tiers)]
         counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
         self._counters = self._make_series(self._counter_cls, counters, "_total")
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
@@ -224,15 +225,14 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         of_tiers = [series for tier in tiers for series in tier.gauges]
         self._gauges |= self._make_series(self._gauge_cls, of_tiers, multiprocess_mode="mostrecent")
         self._of_tenants: dict[str, Any] = {}
-        if _config(self._kv_transfer_config).tenants is not None:
-            for cls, docs, suffix, kwargs in (
-                (self._counter_cls, TENANT_COUNTERS, "_total", {}),
-                (self._gauge_cls, TENANT_GAUGES, "", {"multiprocess_mode": "mostrecent"}),
+        if config.tenants is not None:
+            for cls, suffix, docs, more in (
+                (self._counter_cls, "_total", TENANT_COUNTERS, {}),
+                (self._gauge_cls, "", TENANT_GAUGES, {"multiprocess_mode": "mostrecent"}),
             ):
                 for name, doc in docs.items():
-                    full = f"tenant_{name}"
-                    metric = self._make(cls, full + suffix, doc, ["tenant"], **kwargs)
-                    self._of_tenants[full] = metric
+                    made = self._make(cls, f"tenant_{name}{suffix}", doc, ["tenant"], **more)
+                    self._of_tenants[f"tenant_{name}"] = made
         doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
         self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
         self._vllms: dict[str, Any] | None = None

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 class TenantStores(Stores):
     """Stores that ask for slots in the name of the tenant whose blocks they store.
 
-    Attributes:
-        slots: of the host.
-        salts: for whose salt each GPU block was allocated last, before the step that is planned.
-        new_salts: the same in this step; what is stored of a Mamba state was computed for these.
+    `salts` has by GPU block for which salt it was allocated last, before the step that is planned,
+    `new_salts` those of this step. What is stored at a boundary was computed for the latter.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -63,8 +61,8 @@ class TenantStores(Stores):
 class TenantPlanner(Planner):
     """A planner whose host slots are divided among tenants, as a file says.
 
-    Its state beside that of `Planner`: how much of the file it has seen, the labels that metrics
-    have had, and how much each waiting request has asked the host for.
+    Its state beside that of `Planner`: the bad changes of the file that it has counted, the labels
+    that metrics have had, and how much each waiting request has asked the host for.
     """
 
     make_stores = TenantStores
@@ -75,14 +73,15 @@ class TenantPlanner(Planner):
         self.slots, self.file = self.stores.slots, file
         if not self.options.is_lazy:
             self.stores.boundary_group_ids = self.options.state_group_ids
-        self._num_looks = self._num_bad = 0
+        self._num_bad = 0
         self._asked: dict[str, int] = {}
         self._labels: dict[str, None] = {}
         self._use(file.tenants)
         file.start()
 
     def _use(self, tenants: Tenants) -> None:
-        self.count_into(self._counters)
+        self.count_into(self._counters)  # by the labels of before
+        self.has_changed = True
         self.slots.use(tenants)
         self._labels.update(dict.fromkeys(tenants.labels))
 
@@ -110,10 +109,8 @@ class TenantPlanner(Planner):
 
     def build_connector_meta(self, scheduler_output: Any, now_s: float) -> StepPlan:
         """See `Planner`; the tenants change between two steps."""
-        if self._num_looks != self.file.num_looks:
-            self._num_looks, self.has_changed = self.file.num_looks, True
-            if self.file.tenants is not self.slots.tenants:
-                self._use(self.file.tenants)
+        if self.file.tenants is not self.slots.tenants:
+            self._use(self.file.tenants)
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         self.stores.new_salts = salts = {}
         tables = [(each.req_id, each.block_ids) for each in new]

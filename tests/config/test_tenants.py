@@ -121,9 +121,9 @@ def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, caplog,
     file.start()
 
     def after(change: Any) -> tuple[tuple[int, ...], int]:
-        num_looks = file.num_looks
+        before = file.tenants, file.num_bad
         change()
-        while file.num_looks == num_looks:
+        while (file.tenants, file.num_bad) == before:
             pass
         return file.tenants.shares, file.num_bad
 

@@ -1,12 +1,9 @@
 """Host slots of several tenants: what each is guaranteed, no other's grant takes away.
 
-A grant takes empty slots first, whoever asks. Then those pay who have more than they are
-guaranteed, so that what they have above it becomes equal, as far as their slots can be evicted; the
-one that asks counts as if it had what it asks for. If that is not enough, it gives up slots of its
-own. Of a tenant's slots its own eviction policy says which: one call for each tenant that pays.
-
-A slot belongs to the tenant for whom it was granted, from then until it is evicted or empty. Salts
-keep hashes apart, so that no block is of use to two.
+A grant takes empty slots first. Then those pay who have more than they are guaranteed, so that what
+they have above it becomes equal, as far as slots can be evicted; the one that asks counts as if it
+had what it asks for. If that is not enough, it gives up slots of its own. A slot is its tenant's
+from the grant until it is evicted or empty: salts keep hashes apart, so none is of use to two.
 """
 
 from __future__ import annotations
@@ -39,12 +36,12 @@ def _for_each(name: str) -> Any:
 
 
 class TenantPolicy(EvictionPolicy):
-    """A policy for each tenant, and who pays; `TenantSlots` alone changes it.
+    """A policy for each tenant, and who pays. Only `TenantSlots` changes it.
 
     Attributes:
         owners: by slot that is leased or holds something, its tenant.
-        held, guaranteed, evicted: slots of each tenant; `evicted` since it was looked at last.
-        asking, num_asked: what a grant is for.
+        held, guaranteed, evicted: slots of each; those evicted since it was looked at last.
+        asking, num_asked: who is granted something next, and how much is being granted.
     """
 
     def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
