@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -65,6 +65,8 @@ class RequestState:
         is_failing: a plan has announced that its load failed, and the workers' echo, which alone
             may end its wait, has not come back.
         is_announced: vLLM was told that its present wait has ended.
+        hit_ends: tokens at which hits of its prompt end, and others' will: where it began after
+            what the GPU or the host had, and where prompts were seen to part.
     """
 
     request: Request
@@ -73,6 +75,7 @@ class RequestState:
     num_loads: int = 0
     is_failing: bool = False
     is_announced: bool = False
+    hit_ends: set[int] = field(default_factory=set)
 
     @property
     def finished(self) -> bool:
@@ -92,6 +95,10 @@ class RequestState:
                 f"to {phase.value}",
             )
         self.phase = phase
+
+    def ends_hits_at(self, num_tokens: int) -> None:
+        """Note that hits end at a token."""
+        self.hit_ends.add(num_tokens)
 
     def allocated(self) -> None:
         """vLLM gave it blocks: whatever it waits for from now on is not announced."""

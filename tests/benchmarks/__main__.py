@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
         ("agents", "recorded coding agents against vLLM servers, with and without us"),
+        ("serve", "`vllm bench serve`: without us, with us, and with a KV pool that holds all"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
         ("tiers", "a tier against its device, network or store; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),

@@ -213,6 +213,10 @@ class SlotPool:
     def _mark(self, slots: Iterable[int], was_hit: int) -> None:
         deque(map(self._was_hit.__setitem__, slots, repeat(was_hit)), maxlen=0)
 
+    def unread(self, slots: Sequence[int]) -> list[int]:
+        """Return those of the slots that no load has read since they were filled."""
+        return [slot for slot in slots if not self._was_hit[slot]]
+
     def set_time(self, now_s: float) -> None:
         """Note the time; only the age of what is evicted depends on it."""
         self._now_s = now_s

@@ -92,6 +92,11 @@ class LazyStores(StorePolicy):
             self._last_ahead = QueuePlace.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
+    def forget_table(self, state: RequestState) -> None:
+        """See `StorePolicy`; what it gave away in this step may have been seen with a hash."""
+        super().forget_table(state)
+        self._watched = []
+
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
 
