@@ -156,7 +156,7 @@ class OffloadConfig:
     tenants: str | None = setting(
         file(),
         None,
-        "A file that says which tenants, by `cache_salt`, are guaranteed how much of host memory.",
+        "A file that guarantees shares of host memory, by `cache_salt`.",
         is_secret=True,
     )
     metrics_port: int | None = setting(
