@@ -31,7 +31,7 @@ from safe_offload.config.settings import (
     text,
 )
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig, directory, tiers
+from safe_offload.config.tiers import TierConfig, directory, file, tiers
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 
@@ -162,6 +162,12 @@ class OffloadConfig:
         "off",
         "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
         key="verify",
+    )
+    tenants: str | None = setting(
+        file(),
+        None,
+        "A file that guarantees shares of host memory, by `cache_salt`.",
+        is_secret=True,
     )
     metrics_port: int | None = setting(
         count(1, 65535, example=9400),
