@@ -95,11 +95,9 @@ class OffloadConfig:
     pin_share: float = setting(
         share(MAX_PIN_SHARE),
         0,
-        "The part of host memory that requests may pin (`pin_s`).",
+        "The part of host memory that requests may pin.",
     )
-    kv_hints: bool = setting(
-        switch(), False, "Do what requests ask for in hints: fetch, retain and demote."
-    )
+    kv_hints: bool = setting(switch(), False, "Do what hints of requests ask for.")
     estimate_hit_rates: bool = setting(
         switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
     )
