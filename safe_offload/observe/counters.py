@@ -75,7 +75,7 @@ class Count(Series, enum.ReprEnum):
     GIVEN_UP_REQUESTS = "given_up_requests", "Requests offered no more hits: too many loads failed."
     SKIPPED_STORES = "skipped_stores", "Stores put off or made smaller: too many bytes wait."
     UNUSABLE_HITS = "unusable_hits", "Hits that vLLM accepted in part and that could not be loaded."
-    POSTPONED_HITS = "postponed_hits", "Hits not used: pending loads hold too many GPU blocks."
+    POSTPONED_HITS = "postponed_hits", "Hits put off: pending loads hold too many GPU blocks."
     SHARED_WAITS = "shared_waits", "Requests that waited for another's load of the same blocks."
     SHARED_WAITS_CUT = "shared_waits_cut", "Of shared_waits, those that reached the time limit."
     UNPAID_HITS = (
