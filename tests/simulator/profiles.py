@@ -410,6 +410,16 @@ PROFILES: dict[str, Profile] = {
         tiers=(TierOptions(),),
         num_lives=2,
     ),
+    "pins-tenants": Profile(
+        "pins of four salts, with guarantees that change",
+        EngineShape(
+            num_slots=60,
+            num_blocks=26,
+            extra={"pin_share": 0.4, "kv_hints": True, "tenants": TENANTS_FILE},
+        ),
+        replace(_SALTED, num_requests=32, num_steps=120, num_resets=2, has_wishes=True),
+        faults=_RETUNED,
+    ),
     "pins-lazy": Profile(
         "the same with lazy_offload, a window, two ranks on a GPU, copies that fail",
         replace(
