@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/tiers",
         "sides",
     ),
-    "scheduler/cache": ("compat", "observe"),
+    "scheduler/cache": ("compat", "config", "observe"),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
     "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
     "scheduler/tiers": (
@@ -88,6 +88,7 @@ PROBES_VLLM = {
     "tiers/namespace/namespace.py": {
         *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
     },
+    "scheduler/hints.py": {"kv_hints"},
     "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat/, take only from a vLLM that has them."""

@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, what in (
         ("agents", "recorded coding agents against vLLM servers, with and without us"),
         ("serve", "`vllm bench serve`: without us, with us, and with a KV pool that holds all"),
+        ("agents_engine", "the same in engines without servers, for a machine without a network"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
         ("tiers", "a tier against its device, network or store; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("preemption", "tokens computed again after preemptions, with and without us"),
         ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
+        ("tier_writes", "what a tier is given by its `store`: blocks written against hits"),
+        ("tenants", "hit rates of those that chat beside a flood, with quotas and without"),
         ("held", "bytes that the host holds of a prompt, over those that attention reads"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):

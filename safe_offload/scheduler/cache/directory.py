@@ -106,7 +106,7 @@ class Directory:
             more_keys: by such a hash, what else the block is known under.
         """
         self.being_stored.update(slots)
-        deque(map(self.hashes.__setitem__, slots, hashes), maxlen=0)
+        any(map(self.hashes.__setitem__, slots, hashes))  # None each: all of it runs
         self.num_held += len(slots)
         self.tables[group_idx].update(zip(hashes, slots, strict=True))
         if self._has_groups:

@@ -15,6 +15,9 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.eviction import EvictionPolicy
 
+NEW_SLOTS = 4096
+"""Listed at once, as a list of all takes a step's time and 40 bytes a slot."""
+
 
 class SlotPool:
     """Host slots; every operation is one step that cannot half happen.
@@ -33,8 +36,8 @@ class SlotPool:
         # What follows is mutable, and only this class changes it, and the policy with it. A usable
         # slot is leased, or it is evictable (it is in the directory), or else it is empty.
         self.num_usable = 0
-        self._num_begun = 0  # slots before this one have been granted; those from it on are empty
-        self._empty: list[int] = []  # of those before it; the last one is taken first
+        self._num_new = 0  # the last of the usable slots, which are empty and not in this list:
+        self._empty: list[int] = []  # the last one is taken first
         self._evictable = policy
         self._now_s = 0.0
         self._leased: set[int] = set()
@@ -50,12 +53,17 @@ class SlotPool:
     @property
     def num_empty(self) -> int:
         """Slots that hold nothing and can be granted."""
-        return len(self._empty) + self.num_usable - self._num_begun
+        return len(self._empty) + self._num_new
 
     @property
     def num_free(self) -> int:
-        """What a grant can take."""
-        return self.num_empty + len(self._evictable)
+        """Slots that nothing leases."""
+        return self.num_usable - len(self._leased)
+
+    @property
+    def num_grantable(self) -> int:
+        """What a grant can take for those that are served."""
+        return self.num_free
 
     @property
     def num_retired(self) -> int:
@@ -67,7 +75,12 @@ class SlotPool:
 
         Fewer than before changes nothing.
         """
-        self.num_usable = max(self.num_usable, min(num_usable, self.num_slots))
+        opened = max(0, min(num_usable, self.num_slots) - self.num_usable)
+        self.num_usable += opened
+        self._num_new += opened
+
+    def serve(self, salt: str | None) -> None:
+        """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
     def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
@@ -81,17 +94,23 @@ class SlotPool:
         granted = self._empty[-count:]
         granted.reverse()
         del self._empty[-count:]
-        if len(granted) < count and self._num_begun < self.num_usable:
-            first = self._num_begun
-            self._num_begun = min(first + count - len(granted), self.num_usable)
-            granted += range(first, self._num_begun)
         if len(granted) < count:
+            if self._num_new:
+                self._list_new(count - len(granted) + NEW_SLOTS)
+                self._leased.update(granted)
+                return granted + SlotPool.grant(self, count - len(granted))
             evicted = self._evictable.evict(count - len(granted), self._now_s)
             self._count_evicted(evicted)
             self.directory.remove(evicted)
             granted += evicted
         self._leased.update(granted)
         return granted
+
+    def _list_new(self, count: int) -> None:
+        """Put the next of the new slots into the list of empty ones, to be taken last."""
+        first = self.num_usable - self._num_new
+        self._num_new -= (count := min(count, self._num_new))
+        self._empty[:0] = range(first + count - 1, first - 1, -1)
 
     def lease(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once: none is evicted until it is released."""
@@ -177,9 +196,8 @@ class SlotPool:
         usable = (slot for slot in slots if 0 <= slot < self.num_usable)
         retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
         self._retired.update(retired)
-        if any(slot >= self._num_begun for slot in retired):
-            self._empty[:0] = range(self.num_usable - 1, self._num_begun - 1, -1)
-            self._num_begun = self.num_usable
+        if any(slot >= self.num_usable - self._num_new for slot in retired):
+            self._list_new(self._num_new)
         self._empty = [slot for slot in self._empty if slot not in self._retired]
         self.lease(retired)
         return retired
@@ -196,7 +214,7 @@ class SlotPool:
         filled = [slot for slot in unleased if held[slot] is not None]
         self._evictable.release(filled, self._now_s)
         self._empty = [slot for slot in reversed(unleased) if held[slot] is None]
-        self._num_begun = self.num_usable
+        self._num_new = 0
 
     def mark_hit(self, slots: Iterable[int]) -> None:
         """A load reads these slots."""
@@ -248,7 +266,7 @@ class SlotPool:
         self.directory.check_invariants(self._leased)
         unleased = {slot for slot in range(self.num_usable) if slot not in self._leased}
         held = {slot for slot in unleased if self.directory.hashes[slot] is not None}
-        empty = [*self._empty, *range(self._num_begun, self.num_usable)]
+        empty = [*self._empty, *range(self.num_usable - self._num_new, self.num_usable)]
         if sorted(empty) != sorted(unleased - held):
             raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
         if len(self._evictable) != len(held):

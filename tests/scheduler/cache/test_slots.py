@@ -61,6 +61,15 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
 
 
+def test_a_grant_may_be_of_slots_that_were_released_and_of_new_ones():
+    pool = pool_of(6, num_usable=3)
+    first = pool.grant(2)
+    pool.open(6)
+    rest = pool.grant(3)
+    assert (first, rest) == ([0, 1], [2, 3, 4])
+    pool.check_invariants([first, rest])
+
+
 # ---- leases ------------------------------------------------------------------------------------
 
 
