@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters, is_milestone
+from safe_offload.scheduler.hints import with_hints
 from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class RequestState:
 
     Attributes:
         request: vLLM's object.
-        limits: what its client allows to be stored and loaded.
+        limits: what its client allows, and asks for.
         num_loads: loads that not all ranks have reported, or whose failure is not announced.
         is_failing: a plan has announced that its load failed, and the workers' echo, which alone
             may end its wait, has not come back.
@@ -150,8 +151,7 @@ class RequestBook:
 
     def add(self, request: Request) -> RequestState:
         """Return the state of a request that is new, in the place of one of the same id."""
-        is_free = request.kv_transfer_params is None
-        limits = NO_LIMITS if is_free else self._read_limits(request)
+        limits = NO_LIMITS if request.kv_transfer_params is None else self._read_limits(request)
         state = RequestState(request, limits)
         self._states[request.request_id] = state
         self.finished.discard(request.request_id)
@@ -265,3 +265,13 @@ class RequestBook:
         if state.request.is_finished() and gpu.holds_blocks(request_id):
             return None
         return Count.DROPPED_UNOWNED_IDS
+
+
+class HintedBook(RequestBook):
+    """A book that reads the hints of requests too."""
+
+    def add(self, request: Request) -> RequestState:
+        """See `RequestBook`."""
+        state = super().add(request)
+        state.limits = with_hints(request, state.limits, self._counters)
+        return state

@@ -25,12 +25,14 @@ from safe_offload.compat import specs
 from safe_offload.config.units import MIB
 from tests.simulator.models import Recipe
 from tests.simulator.peers import PeerEngine
-from tests.simulator.vllm_setup import EngineShape, cache_of
+from tests.simulator.vllm_setup import EngineShape, cache_of, make_kv_cache_config
 
 PROMPT_TOKENS = 32_768
 RETENTION_INTERVAL = 0
 """vLLM's default. Source: `CacheConfig.prefix_cache_retention_interval` (0.32.0)."""
 STEP_TOKENS = 8192
+ANSWER_TOKENS = 3
+"""A step stores so many bytes at most, and the next one the rest."""
 NUM_SLOTS = 1 << 20
 MODELS = {
     "Llama-3.1-8B": Recipe("llama-3.1", tensor_ranks=1),
@@ -57,6 +59,8 @@ class Held:
 
     read: int  # what attention and states read of the prompt
     host: int  # what the host holds of it
+    short: int  # of this what stays when memory is short
+    num_slots: tuple[int, int]  # of both
     unshared: int  # of slots, beyond the pages of the group whose block they hold
     padding: int  # of pages
 
@@ -88,40 +92,61 @@ def run_command(arguments: argparse.Namespace) -> int:
 def measure(recipe: Recipe, num_tokens: int) -> Held:
     """Serve one prompt and look at what the host has of it."""
     recipe = replace(recipe, is_small=False)
-    shape = _shape(recipe, num_tokens)
+    shape = shape_of(recipe, num_tokens)
     config = cache_of(recipe).worker_config
-    slots, slot_bytes = serve(shape, num_tokens), specs.block_bytes(config)
+    slot_bytes = specs.block_bytes(config)
+    engine, (request,) = serve(shape, num_tokens)
+    kept = engine.connector.side.hits.directory.kept()
+    slots = Counter(key.group_idx for key in kept.values())
+    needed = set(whole_hit(engine, request).slots())
+    for slot, key in kept.items():
+        spec = make_kv_cache_config(shape).kv_cache_groups[key.group_idx].kv_cache_spec
+        if isinstance(spec, kv.FullAttentionSpec):
+            needed.add(slot)
     layers = [list(_layers(group)) for group in config.kv_cache_groups]
     pages = [sum(spec.page_size_bytes for spec in group) for group in layers]
     contents = [sum(map(_content_bytes, group)) for group in layers]
     return Held(
         read=sum(_read_bytes(spec, num_tokens) for group in layers for spec in group),
-        host=sum(slots.values()) * slot_bytes,
+        host=len(kept) * slot_bytes,
+        short=len(needed) * slot_bytes,
+        num_slots=(len(kept), len(needed)),
         unshared=sum(count * (slot_bytes - pages[g]) for g, count in slots.items()),
         padding=sum(count * (pages[g] - contents[g]) for g, count in slots.items()),
     )
 
 
-def _shape(recipe: Recipe, num_tokens: int) -> EngineShape:
+def shape_of(recipe: Recipe, num_tokens: int, num_slots: int = NUM_SLOTS) -> EngineShape:
     small = EngineShape(recipe=recipe, num_blocks=2)
     return EngineShape(
         recipe=recipe,
         num_blocks=3 + 2 * sum(-(-num_tokens // g.block_tokens) for g in small.parsed_groups),
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         max_batched_tokens=STEP_TOKENS,
         max_model_len=2 * num_tokens,
         retention_interval=RETENTION_INTERVAL,
     )
 
 
-def serve(shape: EngineShape, num_tokens: int) -> Counter[int]:
-    """Serve one prompt; return how many slots each group has then."""
+def serve(
+    shape: EngineShape, num_tokens: int, num_prompts: int = 1
+) -> tuple[PeerEngine, list[Any]]:
+    """Serve prompts that share nothing, one after the other."""
     engine = PeerEngine(shape, tokens=lambda request_id, position: position % 97)
     engine.add("start", [1], 1)  # until then no rank has told its capacity
     engine.drain()
-    engine.add("prompt", [token % 251 for token in range(num_tokens)], 1)
-    engine.drain()
-    return Counter(key.group_idx for key in engine.connector.side.hits.directory.kept().values())
+    requests = []
+    for number in range(num_prompts):
+        prompt = [number + 2, *(token % 251 for token in range(1, num_tokens))]
+        requests.append(engine.add(str(number), prompt, ANSWER_TOKENS))
+        engine.drain()
+    return engine, requests
+
+
+def whole_hit(engine: PeerEngine, request: Any) -> Any:
+    """Return what the host hits when the prompt comes again."""
+    hits = engine.connector.side.hits
+    return hits.find_hit(request.block_hashes, 0, request.num_prompt_tokens - 1)
 
 
 def _layers(group: Any) -> Iterator[Any]:
@@ -150,16 +175,19 @@ def _read_bytes(spec: Any, num_tokens: int) -> int:
 
 
 def make_report(held: dict[str, Held], num_tokens: int, machine: dict[str, Any]) -> Report:
-    rows = [["model", "read, MiB", "held, MiB", "held/read", "slots", "pages", "kept"]]
+    heads = ("read, MiB", "held, MiB", "held/read", "slots", "pages", "kept", "when short/read")
+    rows = [["model", *heads]]
     for name, one in held.items():
         parts = (part / one.read for part in (one.unshared, one.padding, one.kept))
         sizes = f"{one.read / MIB:.1f}", f"{one.host / MIB:.1f}", f"{one.ratio:.2f}"
-        rows.append([name, *sizes, *(f"{part:+.2f}" for part in parts)])
+        short = f"{one.short / one.read:.2f}"
+        rows.append([name, *sizes, *(f"{part:+.2f}" for part in parts), short])
     return Report(
         method=(
             f"of a prompt of {num_tokens} tokens on one rank: what a hit at its end reads, what "
             "the host holds;\nand the rest over the first: of slots beyond the pages of their "
-            "group, padding of pages, what other hits need"
+            "group, padding of pages, what other\nhits would need, which goes first when memory is "
+            "short; then it holds the last column over the first"
         ),
         sections=[table(rows)],
         figures={name: asdict(one) | {"kept": one.kept} for name, one in held.items()},

@@ -71,7 +71,10 @@ class EngineCore(Stepper):
         )
         self.clock = clock if clock is not None else Clock()
         self.engine = engine
-        with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
+        with (
+            patch("safe_offload.connector.monotonic", lambda: self.clock.now_s),
+            patch("safe_offload.config.tenants.TenantsFile.start"),  # it is looked at by hand
+        ):
             super().__init__(shape)
         self.chance = Chance(seed)
         self.findings = Findings()
@@ -188,6 +191,7 @@ class EngineCore(Stepper):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        **options: Any,
     ) -> Any:
         self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
         return self.send(
@@ -197,6 +201,7 @@ class EngineCore(Stepper):
             arrival_time=self.clock.now_s,
             cache_salt=cache_salt,
             priority=priority,
+            **options,
         )
 
     def abort(self, request_id: str) -> None:

@@ -45,13 +45,19 @@ class Stepper:
         return request
 
     def make_request(
-        self, prompt: Sequence[int], request_id: str = "", max_tokens: int = 1, **options: Any
+        self,
+        prompt: Sequence[int],
+        request_id: str = "",
+        max_tokens: int = 1,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Any:
         """Make a request that is not sent."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         return Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **options)
 
     def schedule(self) -> Any:

@@ -49,6 +49,12 @@ def hit_tokens(engine: PeerEngine, request: Any) -> int:
     return hit.num_tokens if hit else 0
 
 
+def crowd(engine: PeerEngine, num_more: int = 2) -> None:
+    """Let something else take all empty slots and some more."""
+    num_empty = engine.connector.side.hits.slots.num_empty
+    ask(engine, "other", prompt(7, (num_empty + num_more) * BLOCK))
+
+
 def slots_of(groups: tuple[str, ...], **what: Any) -> tuple[int, int]:
     """Slots of one prompt in ample memory, and of those the ones that a hit at its end needs."""
     engine = make_engine(groups, 1000, **what)
@@ -81,14 +87,15 @@ def test_where_prompts_were_seen_to_part_the_windows_stay():
     stem = prompt(0, 20 * BLOCK)
     for number in range(2):  # the second parts from the first
         ask(engine, f"stem {number}", [*stem, *prompt(number, 15 * BLOCK)])
-    ask(engine, "other", prompt(7, 10 * BLOCK))
+    crowd(engine)
     third = engine.make_request([*stem, *prompt(2, 5 * BLOCK)], "third")
     assert hit_tokens(engine, third) == len(stem)
 
 
-def test_windows_stay_where_others_begin_on_the_gpu():
+@pytest.mark.parametrize(("kind", "num_more"), [("all", 2), ("states", 14)])
+def test_windows_and_states_stay_where_others_begin_on_the_gpu(kind, num_more):
     """No load reads them as long as the GPU has them."""
-    groups = HYBRIDS["all"]
+    groups = HYBRIDS[kind]
     num_held, num_needed = slots_of(groups)
     engine = make_engine(groups, 2 * num_needed + 2 * (num_held - num_needed))
     engine.scheduler.reset_prefix_cache(reset_connector=True)
@@ -99,7 +106,7 @@ def test_windows_stay_where_others_begin_on_the_gpu():
         ask(engine, f"on the GPU {number}", [*stem, *prompt(number, 15 * BLOCK)])
         assert engine.num_computed - num_before == 15 * BLOCK
     assert not engine.counts["hit_tokens"]
-    ask(engine, "other", prompt(7, 10 * BLOCK))
+    crowd(engine, num_more)
     last = engine.make_request([*stem, *prompt(9, 5 * BLOCK)], "last")
     assert hit_tokens(engine, last) == len(stem)
 
