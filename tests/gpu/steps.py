@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ ROOT = Path(__file__).parents[2]
 FIGURES = "figures.json"
 GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 """What vLLM does by default, with torch.compile; written down, so that a change of that is seen."""
-SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-TWO: dict[str, Any] = {"num_gpus": 2, "tensor_parallel_size": 2}
-SLEEP = {"enable_sleep_mode": True}
+SPECULATIVE: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
+}
+NOTHING: Mapping[str, Any] = {}
+SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
 SANITIZER = "compute-sanitizer"
 TRACES = next(
     (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
@@ -81,21 +84,17 @@ def make_steps(python: str) -> list[Step]:
         *words: str,
         tiny: str = "llama",
         only: tuple[str, ...] = ("none", "ours"),
-        engines: tuple[str, ...] = (),
-        num_gpus: int = 1,
+        gpu_only: Mapping[str, Any] = NOTHING,
         **engine_args: Any,
     ) -> Step:
         sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
-        arguments = ("--engine-args", json.dumps(GRAPHS | engine_args))
+        arguments = ("--engine-args", json.dumps({**GRAPHS, **gpu_only, **engine_args}))
         small_arguments = ("--engine-args", json.dumps(engine_args)) if engine_args else ()
         what = ("--scenario", scenario)
         logs = ("--logs", "{folder}")
         small = (*what, "--model", tiny, *SMALL, *small_arguments, "--only", *only, *logs)
         full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
-        if engines:
-            full = (*full, "--only", *engines)
-        step = bench(name, estimate_s, "connectors", *full, small=small)
-        return replace(step, num_gpus=num_gpus)
+        return bench(name, estimate_s, "connectors", *full, small=small)
 
     def agents(users: int, scale: int) -> Step:
         """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
@@ -136,9 +135,7 @@ def make_steps(python: str) -> list[Step]:
         connectors("preempted", 180, "preempted", "llama"),
         connectors("restart", 120, "restart", "llama"),
         connectors("soak", 240, "soak", "llama", "--rounds", "10"),
-        connectors("sleep", 100, "sleep", "llama", only=("ours",), **SLEEP),
+        connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
         connectors("sigterm", 100, "sigterm", "llama", only=("ours",)),
-        connectors("two-gpus", 200, "return", "llama", engines=("none", "ours"), **TWO),
-        connectors("two-gpus-mla", 200, "return", "mla", tiny="deepseek", engines=("ours",), **TWO),
         replace(sanitized, lacks="" if shutil.which(SANITIZER) else f"no {SANITIZER} here"),
     ]
