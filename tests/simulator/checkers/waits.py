@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from safe_offload.observe.counters import Count
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
@@ -73,10 +72,10 @@ class WaitChecker:
     def _see_match(
         self, original: Callable[..., Any], request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        counters = self._core.connector._counters
-        num_postponed = counters[Count.POSTPONED_HITS]
         answer: tuple[int | None, bool] = original(request, num_computed_tokens)
-        is_put_off = answer[0] is None and counters[Count.POSTPONED_HITS] > num_postponed
+        side = self._core.connector.side
+        progress = side.loads.progress.get(side.book.find(request))
+        is_put_off = answer[0] is None and progress is not None and progress.wait.is_put_off
         waiter = self._waiters.setdefault(id(request), _Waiter(request))
         now_s = self._core.clock.now_s
         if waiter.is_put_off or (waiter.waits_for and not waiter.may_be_for_tiers):
