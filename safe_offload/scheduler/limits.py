@@ -3,7 +3,8 @@
 A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
 scheduler.py, RequestOffloadState). Whatever else a client writes there is junk, or another
-connector's: the request is served all the same.
+connector's: the request is served all the same. Of those, `do_remote_prefill` is read, by which a
+router says that another engine has the prompt (NIXL, Mooncake).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STORE_KEY, LOAD_KEY = "max_offload_tokens", "max_load_tokens"
+BROUGHT_KEY = "do_remote_prefill"
 MAX_TOKENS = (1 << 31) - 1
 ALLOWED = f"a whole number of 0 to {MAX_TOKENS}"
 
@@ -22,10 +24,12 @@ class Limits:
     Attributes:
         store_tokens: only blocks that end within this many first tokens are stored.
         load_tokens: the most tokens, after those that the GPU has, come from the host.
+        is_brought: another connector brings the prompt, so that tiers are not asked for it.
     """
 
     store_tokens: int | None = None
     load_tokens: int | None = None
+    is_brought: bool = False
 
 
 NO_LIMITS = Limits()
@@ -53,7 +57,7 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
         numbers.append(value if problem is None else None)
         if problem is not None:
             problems.append(f"{key} is {problem}")
-    return Limits(*numbers), problems
+    return Limits(*numbers, is_brought=bool(params.get(BROUGHT_KEY))), problems
 
 
 def _problem(value: object) -> str | None:
