@@ -57,7 +57,7 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
         numbers.append(value if problem is None else None)
         if problem is not None:
             problems.append(f"{key} is {problem}")
-    return Limits(*numbers, is_brought=bool(params.get(BROUGHT_KEY))), problems
+    return Limits(numbers[0], numbers[1], bool(params.get(BROUGHT_KEY))), problems
 
 
 def _problem(value: object) -> str | None:

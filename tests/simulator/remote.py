@@ -98,9 +98,6 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         self._plan.kept.append(move)
         return True, {"remote_block_ids": block_ids}
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._kv_cache_manager = kv_cache_manager
