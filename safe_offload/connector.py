@@ -35,10 +35,11 @@ from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
-from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.guided import planner_class
 from safe_offload.scheduler.loads.hits import HostHits
-from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
+from safe_offload.scheduler.planner import Planner, PlannerOptions
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
@@ -157,11 +158,15 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # Data-parallel engines that go in step with one another wait for each other's steps.
             waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             tiers=config.tiers,
+            pin_share=config.pin_share,
+            reads_hints=config.kv_hints,
             tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
         )
-        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
+        is_guided = bool(config.pin_share) or config.kv_hints
+        needs_search = bool(config.tiers) or is_guided
+        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if needs_search else None
         estimates = config.estimate_hit_rates and hits.geometry.is_plain
-        make = EstimatingPlanner if estimates else Planner
+        make = planner_class(is_guided=is_guided, estimates=estimates)
         return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
@@ -300,14 +305,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See KVConnectorBase_V1; always (False, None): no block is kept (I2)."""
-        self.scheduler.request_finished(request)
-        return False, None
+        """See KVConnectorBase_V1; False: no block is kept (I2); and what was pinned."""
+        return False, self.scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See SupportsHMA; always (False, None): no block is kept (I2)."""
+        """See SupportsHMA and `request_finished`."""
         return self.request_finished(request, [])
 
     @contained(lambda: False)

@@ -75,8 +75,8 @@ class SchedulerSide(Side):
     def update_connector_output(self, output: Any) -> None:
         """The workers have reported."""
 
-    def request_finished(self, request: Any) -> None:
-        """A request ends."""
+    def request_finished(self, request: Any) -> Any:
+        """A request ends; return what vLLM hands on to its client, a mapping, if anything."""
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping until transfers have settled."""

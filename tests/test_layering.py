@@ -88,6 +88,7 @@ PROBES_VLLM = {
     "tiers/namespace/namespace.py": {
         *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
     },
+    "scheduler/hints.py": {"kv_hints"},
     "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat/, take only from a vLLM that has them."""
@@ -101,6 +102,7 @@ FIELDS_OF_VLLM = {
 
 READS_PRIVATE = {
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
+    "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend

@@ -25,6 +25,7 @@ from safe_offload.config.settings import (
     seconds,
     setting,
     settings_of,
+    share,
     size,
     switch,
     text,
@@ -41,6 +42,7 @@ MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
 MAX_TRANSFER_TIMEOUT_S: Final = 3600
 MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
+MAX_PIN_SHARE: Final = 0.9
 DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 
 # Of those that are written, the first decides.
@@ -89,6 +91,14 @@ class OffloadConfig:
         "Which block is overwritten first: the least recently used one (`lru`), the least "
         "recently used one that was never hit (`slru`), or the one that is least likely to be "
         "asked for again soon, by the gaps between past requests (`returns`).",
+    )
+    pin_share: float = setting(
+        share(MAX_PIN_SHARE),
+        0,
+        "The part of host memory that requests may pin (`pin_s`).",
+    )
+    kv_hints: bool = setting(
+        switch(), False, "Do what requests ask for in hints: fetch, retain and demote."
     )
     estimate_hit_rates: bool = setting(
         switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."

@@ -19,6 +19,7 @@ Observed = dict[str, dict[int, tuple[int, float]]]
 """By name of a histogram: how many values are in a bucket, by its index, and their sum."""
 
 _EVICTED = "Blocks overwritten by others, by whether they had ever been loaded."
+_HINTS = "Actions of hints that came with requests; unknown are those that nothing came of."
 _DROPPED_SPILLS = "Blocks that were to be written to tiers and were not."
 _DROPPED = "Finished ids kept from vLLM's scheduler, which could not have acted on them."
 
@@ -101,6 +102,11 @@ class Count(Series, enum.ReprEnum):
     DROPPED_DUPLICATE_IDS = "dropped_ids", _DROPPED, ("reason", "duplicate")
     DROPPED_UNOWNED_IDS = "dropped_ids", _DROPPED, ("reason", "unowned")
     BAD_REQUEST_PARAMS = "bad_request_params", "Requests with unusable kv_transfer_params, served."
+    UNPINNED_TOKENS = "unpinned_tokens", "Tokens of prompts that were to be pinned and were not."
+    FETCH_HINTS = "hints", _HINTS, ("action", "fetch")
+    RETAIN_HINTS = "hints", _HINTS, ("action", "retain")
+    DEMOTE_HINTS = "hints", _HINTS, ("action", "demote")
+    UNKNOWN_HINTS = "hints", _HINTS, ("action", "unknown")
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
 
 

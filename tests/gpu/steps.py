@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ FIGURES = "figures.json"
 GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 """What vLLM does by default, with torch.compile; written down, so that a change of that is seen."""
 SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+TWO: dict[str, Any] = {"num_gpus": 2, "tensor_parallel_size": 2}
+SLEEP = {"enable_sleep_mode": True}
+SANITIZER = "compute-sanitizer"
+TRACES = next(
+    (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
+     if (file := up / "shared/traces/agents.json.gz").is_file()),
+    ROOT / "shared/traces/agents.json.gz",
+)  # fmt: skip
+"""Recorded agents; `shared` lies in the checkout or beside it."""
 SMALL = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
 
 
@@ -24,6 +34,7 @@ class Step:
         command: with a GPU; `{folder}` is where it may leave what is to be kept.
         small: the same, so small that it runs on the CPU; empty if nothing of it can.
         num_gpus: that it needs.
+        lacks: what this machine has not, without which it is left out; "" if nothing.
     """
 
     name: str
@@ -31,6 +42,7 @@ class Step:
     command: tuple[str, ...]
     small: tuple[str, ...] = ()
     num_gpus: int = 1
+    lacks: str = ""
 
 
 def find_gpu_tests() -> list[Path]:
@@ -69,6 +81,8 @@ def make_steps(python: str) -> list[Step]:
         *words: str,
         tiny: str = "llama",
         only: tuple[str, ...] = ("none", "ours"),
+        engines: tuple[str, ...] = (),
+        num_gpus: int = 1,
         **engine_args: Any,
     ) -> Step:
         sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
@@ -78,8 +92,23 @@ def make_steps(python: str) -> list[Step]:
         logs = ("--logs", "{folder}")
         small = (*what, "--model", tiny, *SMALL, *small_arguments, "--only", *only, *logs)
         full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
-        return bench(name, estimate_s, "connectors", *full, small=small)
+        if engines:
+            full = (*full, "--only", *engines)
+        step = bench(name, estimate_s, "connectors", *full, small=small)
+        return replace(step, num_gpus=num_gpus)
 
+    def agents(users: int, scale: int) -> Step:
+        """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
+        name, words = f"agents-{users}", ("agents_engine", "--traces", str(TRACES), "--logs")
+        sizes = ("--prompt-tokens", str(256_000 // scale), "--rounds", "2", "--cpu-bytes", "16GiB")
+        full = (*words, "{folder}", "--shape", "llama", "--users", str(users), "--scale")
+        full = (*full, str(scale), *sizes, "--engine-args", json.dumps(GRAPHS))
+        small = ("--traces", str(TRACES), "--logs", "{folder}", "--users", "3", "--turns", "3",
+                 "--scale", "256", *SMALL, "--only", "none", "ours")  # fmt: skip
+        step = bench(name, 240, *full, small=small)
+        return replace(step, lacks="" if TRACES.is_file() else f"no {TRACES.name} in shared/traces")
+
+    sanitized = tests(ROOT / "tests/gpu/test_contents.py", SANITIZER)
     llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
     quick = ("--blocks", "4", "--copy-rounds", "3")
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
@@ -101,6 +130,15 @@ def make_steps(python: str) -> list[Step]:
         connectors("return-mla", 150, "return", "mla", tiny="deepseek"),
         bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
+        agents(16, 4),
+        agents(64, 16),
+        connectors("async", 150, "return", "llama", async_scheduling=True),
+        connectors("preempted", 180, "preempted", "llama"),
         connectors("restart", 120, "restart", "llama"),
-        tests(ROOT / "tests/gpu/test_contents.py", "compute-sanitizer"),
+        connectors("soak", 240, "soak", "llama", "--rounds", "10"),
+        connectors("sleep", 100, "sleep", "llama", only=("ours",), **SLEEP),
+        connectors("sigterm", 100, "sigterm", "llama", only=("ours",)),
+        connectors("two-gpus", 200, "return", "llama", engines=("none", "ours"), **TWO),
+        connectors("two-gpus-mla", 200, "return", "mla", tiny="deepseek", engines=("ours",), **TWO),
+        replace(sanitized, lacks="" if shutil.which(SANITIZER) else f"no {SANITIZER} here"),
     ]

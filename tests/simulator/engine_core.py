@@ -191,9 +191,15 @@ class EngineCore(Stepper):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        **options: Any,
     ) -> Any:
         self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
         asked = self.chance.choose((None, BROUGHT, SENT_ON), "remote", request_id, self.num_steps)
+        if self.shape.remote and asked:
+            options["kv_transfer_params"] = {
+                asked: True,
+                **(options.get("kv_transfer_params") or {}),
+            }
         return self.send(
             request_id,
             prompt,
@@ -201,7 +207,7 @@ class EngineCore(Stepper):
             arrival_time=self.clock.now_s,
             cache_salt=cache_salt,
             priority=priority,
-            transfer_params={asked: True} if asked and self.shape.remote else None,
+            **options,
         )
 
     def abort(self, request_id: str) -> None:

@@ -49,6 +49,8 @@ FLOORS = {
     "tiers-faults": Floor(stored=0.85, loaded=0.74, hit=0.38, fetched=0.02),
     "tiers-shared": Floor(stored=0.66, loaded=0.75, hit=1.11, fetched=0.12, shared=0.13),
     "tiers-far": Floor(stored=0.64, loaded=0.73, hit=1.29, fetched=0.12, shared=0.06),
+    "pins": Floor(stored=0.5, loaded=0.75, hit=0.3, fetched=0.01),
+    "pins-lazy": Floor(stored=0.5, loaded=0.5, hit=0.2),
     "deepseek-v4": Floor(stored=0.11, loaded=0.75, hit=0.04),
     "deepseek-v4.1": Floor(stored=0.43, loaded=0.70, hit=0.13),
     "kimi-k3": Floor(stored=1.23, loaded=0.73, hit=0.16),

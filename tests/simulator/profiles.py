@@ -49,6 +49,7 @@ class Workload:
         num_resets: most resets.
         num_reused_ids: most request ids that are used again.
         num_salts: cache salts; 1 for none.
+        has_wishes: clients ask for pins, give hints, and for nothing to be left.
     """
 
     num_requests: int = 48
@@ -63,6 +64,7 @@ class Workload:
     num_resets: int = 3
     num_reused_ids: int = 4
     num_salts: int = 1
+    has_wishes: bool = False
 
 
 @dataclass(frozen=True)
@@ -393,5 +395,30 @@ PROFILES: dict[str, Profile] = {
         ),
         num_lives=2,
         num_engines=2,
+    ),
+    "pins": Profile(
+        "pins, hints and requests that leave nothing; a tier takes what was hit",
+        EngineShape(
+            num_slots=60,
+            num_blocks=26,
+            has_events=True,
+            extra={"pin_share": 0.4, "kv_hints": True, **tier_settings(store="hit")},
+        ),
+        Workload(num_requests=28, num_stems=6, num_steps=60, num_resets=2, has_wishes=True),
+        tiers=(TierOptions(),),
+        num_lives=2,
+    ),
+    "pins-lazy": Profile(
+        "the same with lazy_offload, a window, two ranks on a GPU, copies that fail",
+        replace(
+            _HYBRID,
+            num_blocks=40,
+            tensor_ranks=2,
+            is_async=True,
+            has_streams=True,
+            extra={"pin_share": 0.5, "kv_hints": True, "lazy_offload": True},
+        ),
+        Workload(num_requests=28, num_stems=6, num_steps=90, num_resets=2, has_wishes=True),
+        faults={**COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
     ),
 }

@@ -51,15 +51,14 @@ class Stepper:
         prompt: Sequence[int],
         request_id: str = "",
         max_tokens: int = 1,
-        *,
-        transfer_params: Any = None,  # its `kv_transfer_params`
+        kv_transfer_params: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
         """Make a request that is not sent."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        extra = {"kv_transfer_params": transfer_params} if transfer_params else None
+        extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         return Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **options)
 

@@ -113,12 +113,13 @@ def _base_config(connector: str) -> Any:
 
 @functools.cache
 def cache_of(recipe: Recipe) -> ModelCache:
-    """The KV cache of a simulated model.
+    """The KV cache of a model, as it is simulated.
 
     Raises:
         Exception: what vLLM raises where it refuses the model.
     """
-    return small_cache(recipe, real_cache(recipe)[0])
+    cache = real_cache(recipe)[0]
+    return small_cache(recipe, cache) if recipe.is_small else cache
 
 
 def real_cache(recipe: Recipe, num_bytes: int = 0) -> tuple[ModelCache, Any]:
@@ -209,6 +210,12 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
     page = shape.page_bytes
+    if shape.recipe is not None and not shape.recipe.is_small:
+        cache = cache_of(shape.recipe).kv_cache_config
+        block = max(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        config = real_cache(shape.recipe, shape.num_blocks * block)[0].kv_cache_config
+        config.prefix_cache_retention_interval = shape.retention_interval
+        return config
     if shape.recipe is not None:
         groups = cache_of(shape.recipe).kv_cache_config.kv_cache_groups
     else:
