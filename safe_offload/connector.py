@@ -27,6 +27,7 @@ from safe_offload.compat.base import (
 )
 from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tenants import TenantsFile
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
@@ -37,6 +38,7 @@ from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
 from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.guided import planner_class
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
@@ -135,8 +137,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_slots = config.num_slots_of(slot_bytes)
         self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
-        policy = POLICIES[config.eviction_policy](num_slots, directory.hashes)
-        slots = SlotPool(num_slots, directory, policy, self._counters)
+        make_policy = POLICIES[config.eviction_policy]
+        file = TenantsFile(config.tenants) if config.tenants is not None else None
+        slots = (
+            SlotPool(num_slots, directory, make_policy(num_slots, directory.hashes), self._counters)
+            if file is None
+            else TenantSlots(num_slots, directory, make_policy, self._counters)
+        )
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
         self._stats = reporter = StatsReporter(self._counters, info)
@@ -166,7 +173,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         needs_search = bool(config.tiers) or is_guided
         tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if needs_search else None
         estimates = config.estimate_hit_rates and hits.geometry.is_plain
-        make = planner_class(is_guided=is_guided, estimates=estimates)
+        make = planner_class(has_tenants=file is not None, estimates=estimates, is_guided=is_guided)
+        if file is not None:
+            make = functools.partial(make, file=file)
         return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
@@ -401,6 +410,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
         self.worker.shutdown()
+        self.scheduler.shutdown()
         if self._served is not None:
             self._served.close()
 

@@ -82,6 +82,9 @@ class SchedulerSide(Side):
         """Whether the engine must keep stepping until transfers have settled."""
         return False
 
+    def shutdown(self) -> None:
+        """The engine ends."""
+
     def reset_cache(self, cause: str | None = None) -> None:
         """Forget what is stored."""
 

@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/tiers",
         "sides",
     ),
-    "scheduler/cache": ("compat", "observe"),
+    "scheduler/cache": ("compat", "config", "observe"),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
     "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
     "scheduler/tiers": (

@@ -31,7 +31,7 @@ from safe_offload.config.settings import (
     text,
 )
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig, directory, tiers
+from safe_offload.config.tiers import TierConfig, directory, file, tiers
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 
@@ -95,11 +95,9 @@ class OffloadConfig:
     pin_share: float = setting(
         share(MAX_PIN_SHARE),
         0,
-        "The part of host memory that requests may pin (`pin_s`).",
+        "The part of host memory that requests may pin.",
     )
-    kv_hints: bool = setting(
-        switch(), False, "Do what requests ask for in hints: fetch, retain and demote."
-    )
+    kv_hints: bool = setting(switch(), False, "Do what hints of requests ask for.")
     estimate_hit_rates: bool = setting(
         switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
     )
@@ -162,6 +160,12 @@ class OffloadConfig:
         "off",
         "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
         key="verify",
+    )
+    tenants: str | None = setting(
+        file(),
+        None,
+        "A file that guarantees shares of host memory, by `cache_salt`.",
+        is_secret=True,
     )
     metrics_port: int | None = setting(
         count(1, 65535, example=9400),

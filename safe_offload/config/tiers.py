@@ -130,7 +130,7 @@ class TierConfig:
         choice(["computed", "evicted", "hit"]),
         "computed",
         "What is written: all that the host stores (`computed`), only what it is about to evict "
-        "(`evicted`), or only prefixes that were loaded from the host (`hit`).",
+        "(`evicted`), or what it was asked for again (`hit`).",
     )
     write_bytes_per_s: int | None = setting(
         size(MAX_BYTES_PER_RANK),

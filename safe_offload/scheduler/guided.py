@@ -12,6 +12,7 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.pins import Pins
 from safe_offload.scheduler.limits import PIN_KEY
 from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
+from safe_offload.scheduler.tenants import TenantPlanner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -163,12 +164,8 @@ class GuidedPlanner(Planner):
         self.pins.check_invariants()
 
 
-class GuidedEstimatingPlanner(EstimatingPlanner, GuidedPlanner):
-    """A planner that does both."""
-
-
-def planner_class(*, is_guided: bool, estimates: bool) -> Callable[..., Planner]:
+def planner_class(*, has_tenants: bool, estimates: bool, is_guided: bool) -> Callable[..., Planner]:
     """Return the planner that a configuration calls for."""
-    if is_guided:
-        return GuidedEstimatingPlanner if estimates else GuidedPlanner
-    return EstimatingPlanner if estimates else Planner
+    wanted = {TenantPlanner: has_tenants, EstimatingPlanner: estimates, GuidedPlanner: is_guided}
+    parts = tuple(kind for kind, is_wanted in wanted.items() if is_wanted)
+    return type("Planner", parts, {}) if len(parts) > 1 else (*parts, Planner)[0]

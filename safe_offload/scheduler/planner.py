@@ -150,6 +150,8 @@ class Planner(SchedulerSide):
         tiered_hits: needed where there are tiers.
     """
 
+    make_stores: type[Stores] = Stores
+
     def __init__(
         self,
         hits: HostHits,
@@ -180,7 +182,7 @@ class Planner(SchedulerSide):
             min(WAIT_MAX_S, options.transfer_timeout_s),
             self.costs,
         )
-        self.stores = Stores(
+        self.stores = self.make_stores(
             hits, self.leases, transfer_ids, num_ranks, options.num_store_blocks_max, counters
         )
         self.policy: StorePolicy
@@ -227,7 +229,6 @@ class Planner(SchedulerSide):
                 return state
             self.events.seen(request)
             is_kept_out = self._is_disabled or request.skip_reading_prefix_cache
-            is_kept_out |= state.limits.is_brought
             self.tiers.see(state, may_read=not is_kept_out)
         return state
 

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
         ("tier_writes", "what a tier is given by its `store`: blocks written against hits"),
+        ("tenants", "hit rates of those that chat beside a flood, with quotas and without"),
         ("held", "bytes that the host holds of a prompt, over those that attention reads"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):

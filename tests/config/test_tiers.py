@@ -34,7 +34,7 @@ def test_a_tier_is_a_url_and_what_else_is_written():
     written = {"capacity": "1TiB", "namespace": "blue", "model_version": "7", "store": "evicted"}
     limits = {"max_bytes_per_s": "500MB", "wait_s": 0.5, "timeout_s": 3, "threads": 8}
     assert tier(**written, **limits) == TierConfig(
-        Location("file", "/mnt/nvme/kv"), 1 << 40, "blue", "7", True, 500_000_000, 0.5, 3.0, 8
+        Location("file", "/mnt/nvme/kv"), 1 << 40, "blue", "7", "evicted", 500_000_000, 0.5, 3.0, 8
     )
 
 

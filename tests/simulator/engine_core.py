@@ -72,7 +72,10 @@ class EngineCore(Stepper):
         )
         self.clock = clock if clock is not None else Clock()
         self.engine = engine
-        with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
+        with (
+            patch("safe_offload.connector.monotonic", lambda: self.clock.now_s),
+            patch("safe_offload.config.tenants.TenantsFile.start"),  # it is looked at by hand
+        ):
             super().__init__(shape)
         self.chance = Chance(seed)
         self.findings = Findings()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
+from tests.simulator.tenants import TENANTS_FILE
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import EngineShape
 
@@ -142,6 +143,9 @@ _TOGETHER = Workload(
     num_resets=6,
 )
 _MANY_IDS: FaultCounts = {FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40}
+
+_SALTED = Workload(num_requests=60, num_stems=3, num_salts=4, stem_tokens=40, num_aborts=6)
+_RETUNED: FaultCounts = {FaultKind.TENANTS: 6}
 
 PROFILES: dict[str, Profile] = {
     "plain": Profile("one rank, full attention, no faults", copy_ticks_max=0),
@@ -315,10 +319,39 @@ PROFILES: dict[str, Profile] = {
         faults={**COPY_FAULTS, FaultKind.REPORT_TWICE: 3, FaultKind.REPORT_LATE: 2},
         settles=True,
     ),
+    "tenants": Profile(
+        "four salts in a host pool that evicts, with guarantees that change",
+        EngineShape(num_slots=48, num_blocks=30, has_events=True, extra={"tenants": TENANTS_FILE}),
+        _SALTED,
+        faults=_RETUNED,
+    ),
+    "tenants-lazy": Profile(
+        "the same with lazy_offload, a window and preemptions on a GPU",
+        replace(
+            _HYBRID,
+            num_blocks=36,
+            is_async=True,
+            has_streams=True,
+            extra={"lazy_offload": True, "tenants": TENANTS_FILE, "eviction_policy": "slru"},
+        ),
+        replace(_SALTED, num_requests=32, output_tokens=40),
+        copy_ticks_max=24,
+        faults={**_RETUNED, **COPY_FAULTS},
+    ),
     "tiers": Profile(
         "a host pool that evicts, a tier that keeps: one engine after another",
         EngineShape(num_slots=60, num_blocks=26, has_events=True, extra=tier_settings()),
         Workload(num_requests=32, num_stems=8, num_steps=120),
+        tiers=(TierOptions(),),
+        num_lives=2,
+    ),
+    "tiers-tenants": Profile(
+        "the same with four salts and guarantees that change",
+        EngineShape(
+            num_slots=60, num_blocks=26, extra={**tier_settings(), "tenants": TENANTS_FILE}
+        ),
+        replace(_SALTED, num_requests=32, num_steps=120),
+        faults={**_RETUNED, TierFault.LOSE: 8, TierFault.STALL: 6},
         tiers=(TierOptions(),),
         num_lives=2,
     ),

@@ -57,8 +57,13 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """What a grant can take."""
+        """Slots that nothing leases."""
         return self.num_usable - len(self._leased)
+
+    @property
+    def num_grantable(self) -> int:
+        """What a grant can take for those that are served."""
+        return self.num_free
 
     @property
     def num_retired(self) -> int:
@@ -73,6 +78,9 @@ class SlotPool:
         opened = max(0, min(num_usable, self.num_slots) - self.num_usable)
         self.num_usable += opened
         self._num_new += opened
+
+    def serve(self, salt: str | None) -> None:
+        """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
     def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
@@ -90,7 +98,7 @@ class SlotPool:
             if self._num_new:
                 self._list_new(count - len(granted) + NEW_SLOTS)
                 self._leased.update(granted)
-                return granted + self.grant(count - len(granted))
+                return granted + SlotPool.grant(self, count - len(granted))
             evicted = self._evictable.evict(count - len(granted), self._now_s)
             self._count_evicted(evicted)
             self.directory.remove(evicted)

@@ -136,13 +136,13 @@ class Loads:
         if (ledger.in_flight or ledger.new) and self._begins_to_wait(wait, request, hit, now_s):
             self.drop_hit(state)
             return None
-        num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
-        is_new = hit is not progress.hit and not was_put_off  # else it was decided before
-        if is_new and not self._costs.pays(Offer(hit.num_tokens, num_left)):
-            self._counters[Count.UNPAID_HITS] += 1
-            progress.must_compute = True  # decided once, however often vLLM asks
-            self.drop_hit(state)
-            return 0
+        if hit is not progress.hit and not was_put_off:
+            num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
+            if not self._costs.pays(Offer(hit.num_tokens, num_left)):
+                self._counters[Count.UNPAID_HITS] += 1
+                progress.must_compute = True  # decided once, however often vLLM asks
+                self.drop_hit(state)
+                return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
             self._boundaries.part(state, hit.parted_at)

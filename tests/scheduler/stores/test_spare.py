@@ -49,10 +49,10 @@ def hit_tokens(engine: PeerEngine, request: Any) -> int:
     return hit.num_tokens if hit else 0
 
 
-def crowd(engine: PeerEngine) -> None:
-    """Let something else take all empty slots and a few more."""
+def crowd(engine: PeerEngine, num_more: int = 2) -> None:
+    """Let something else take all empty slots and some more."""
     num_empty = engine.connector.side.hits.slots.num_empty
-    ask(engine, "other", prompt(7, (num_empty + 2) * BLOCK))
+    ask(engine, "other", prompt(7, (num_empty + num_more) * BLOCK))
 
 
 def slots_of(groups: tuple[str, ...], **what: Any) -> tuple[int, int]:
@@ -92,9 +92,10 @@ def test_where_prompts_were_seen_to_part_the_windows_stay():
     assert hit_tokens(engine, third) == len(stem)
 
 
-def test_windows_stay_where_others_begin_on_the_gpu():
+@pytest.mark.parametrize(("kind", "num_more"), [("all", 2), ("states", 14)])
+def test_windows_and_states_stay_where_others_begin_on_the_gpu(kind, num_more):
     """No load reads them as long as the GPU has them."""
-    groups = HYBRIDS["all"]
+    groups = HYBRIDS[kind]
     num_held, num_needed = slots_of(groups)
     engine = make_engine(groups, 2 * num_needed + 2 * (num_held - num_needed))
     engine.scheduler.reset_prefix_cache(reset_connector=True)
@@ -105,7 +106,7 @@ def test_windows_stay_where_others_begin_on_the_gpu():
         ask(engine, f"on the GPU {number}", [*stem, *prompt(number, 15 * BLOCK)])
         assert engine.num_computed - num_before == 15 * BLOCK
     assert not engine.counts["hit_tokens"]
-    crowd(engine)
+    crowd(engine, num_more)
     last = engine.make_request([*stem, *prompt(9, 5 * BLOCK)], "last")
     assert hit_tokens(engine, last) == len(stem)
 

@@ -16,6 +16,7 @@ from tests.simulator.checkers.pins import PinChecker
 from tests.simulator.checkers.progress import ProgressChecker
 from tests.simulator.checkers.references import ReferenceChecker
 from tests.simulator.checkers.slots import SlotChecker
+from tests.simulator.checkers.tenants import TenantChecker
 from tests.simulator.checkers.tiers import TierChecker
 from tests.simulator.checkers.waits import WaitChecker
 from tests.simulator.engine_core import EngineCore
@@ -39,6 +40,8 @@ class Checkers:
         self.events = EventChecker(core)
         if core.config.pin_share:
             self.pins = PinChecker(core, self.ledger)
+        if core.config.tenants is not None:
+            self.tenants = TenantChecker(core)
         if core.stores:
             self.tiers = TierChecker(core, self.ledger)
 

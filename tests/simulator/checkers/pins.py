@@ -1,4 +1,4 @@
-"""I13: what is pinned stays for its time and no longer; what is to leave nothing is not stored."""
+"""I14: what is pinned stays for its time and no longer; what is to leave nothing is not stored."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -101,7 +101,7 @@ class PinChecker:
                 break
             slots[slot] = block_hash
         if is_told and len(slots) < num_tokens // size:
-            raise Finding("I13", f"{request.request_id} was told of {num_tokens} pinned tokens")
+            raise Finding("I14", f"{request.request_id} was told of {num_tokens} pinned tokens")
         num_blocks = min(num_wanted, len(slots))
         if not num_blocks:
             return
@@ -131,7 +131,7 @@ class PinChecker:
             if promise.until_min_s > self._core.clock.now_s:
                 self.num_kept += 1
                 if lost := promise.slots.keys() & slots:
-                    raise Finding("I13", f"slots {lost} are pinned, and are given to others")
+                    raise Finding("I14", f"slots {lost} are pinned, and are given to others")
         return slots
 
     def _see_forget(self, original: Callable[..., list[int]], slots: Any) -> list[int]:
@@ -150,7 +150,7 @@ class PinChecker:
             del self._promises[key]
         if len(self._pin_leases()) > len(self._promises):
             raise Finding(
-                "I13", f"{len(self._pin_leases())} pins, of {len(self._promises)} asked for"
+                "I14", f"{len(self._pin_leases())} pins, of {len(self._promises)} asked for"
             )
 
     def check(self) -> None:
@@ -162,4 +162,4 @@ class PinChecker:
         length = len(next(iter(secret), b""))
         for table in self._side.hits.directory.tables:
             if any(block_hash[-length:] in secret for block_hash in table):
-                raise Finding("I13", "something is stored that was to be stored nowhere")
+                raise Finding("I14", "something is stored that was to be stored nowhere")
