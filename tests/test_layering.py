@@ -104,6 +104,7 @@ READS_PRIVATE = {
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
     "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
+    "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner

@@ -3,7 +3,8 @@
 A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
 scheduler.py, RequestOffloadState). `pin_s` and `store` are our own. Whatever else a client writes
-there is junk, or another connector's: the request is served all the same.
+there is junk, or another connector's: the request is served all the same. Of those,
+`do_remote_prefill` is read, by which a router says that another engine has the prompt (NIXL).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 STORE_KEY, LOAD_KEY = "max_offload_tokens", "max_load_tokens"
 PIN_KEY, KIND_KEY, NOTHING = "pin_s", "store", "nothing"
+BROUGHT_KEY = "do_remote_prefill"
 MAX_TOKENS = (1 << 31) - 1
 MAX_PIN_S = 86400
 ALLOWED = (
@@ -31,6 +33,7 @@ class Limits:
         pin_s: how long it is to stay on the host after its last use; 0 ends that, None is no wish.
         is_fetched: what tiers have of it is fetched, whether or not that is expected to pay.
         is_demoted: when it has ended, it is evicted before all others.
+        is_brought: another connector brings the prompt, so that tiers are not asked for it.
     """
 
     store_tokens: int | None = None
@@ -39,6 +42,7 @@ class Limits:
     pin_s: float | None = None
     is_fetched: bool = False
     is_demoted: bool = False
+    is_brought: bool = False
 
 
 NO_LIMITS = Limits()
@@ -74,7 +78,9 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
         numbers[0], pin_s = 0, None
     elif kind is not None:
         problems.append(f"{KIND_KEY} is another word, or of type {type(kind).__name__}")
-    return Limits(numbers[0], numbers[1], leaves_nothing, pin_s), problems
+    is_brought = bool(params.get(BROUGHT_KEY))
+    limits = Limits(numbers[0], numbers[1], leaves_nothing, pin_s, is_brought=is_brought)
+    return limits, problems
 
 
 def is_pin_time(value: object) -> bool:

@@ -415,10 +415,18 @@ class Planner(SchedulerSide):
             self.costs.landed.clear()
 
     def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
-        """Return blocks that are written before the workers can honour a fence of this step."""
-        if not self.options.blocks_written_early:
-            return set()
-        return early_written_block_ids(scheduler_output, self.options.state_group_ids)
+        """Return blocks that are written before a fence of this step, or whatever it orders.
+
+        Another connector (NIXL) lets another machine write the blocks of a request that waits for
+        it. No stream of this device orders that, so a fence does not either.
+        """
+        written: set[int] = set()
+        for request_id in self.book.brought():
+            written |= self.gpu.block_ids_of(request_id)
+        if self.options.blocks_written_early:
+            groups = self.options.state_group_ids
+            written |= early_written_block_ids(scheduler_output, groups)
+        return written
 
     def _rescue(self, scheduler_output: SchedulerOutput) -> None:
         """Store what requests had computed that are preempted in this step."""
@@ -457,6 +465,7 @@ class Planner(SchedulerSide):
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
                     self.policy.forget_table(state)
+                    self.loads.compute_next(state)
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.

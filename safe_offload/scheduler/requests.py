@@ -136,8 +136,8 @@ class RequestState:
 class RequestBook:
     """All requests that vLLM owns, as far as hooks have named them.
 
-    Its state: the requests by id, which of them have `finished` (read only outside), and a number
-    for the log.
+    Its state: the requests by id, which of them have `finished` (read only outside), a number for
+    the log, and whether any request has had `kv_transfer_params`.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -145,6 +145,7 @@ class RequestBook:
         self._states: dict[str, RequestState] = {}
         self.finished: set[str] = set()
         self._num_bad_params = 0
+        self._has_params = False
 
     def __repr__(self) -> str:
         return f"RequestBook({len(self._states)} requests, {len(self.finished)} finished)"
@@ -158,6 +159,7 @@ class RequestBook:
         return state
 
     def _read_limits(self, request: Request) -> Limits:
+        self._has_params = True
         limits, problems = read_limits(request.kv_transfer_params)
         if problems:
             self._counters[Count.BAD_REQUEST_PARAMS] += 1
@@ -207,6 +209,15 @@ class RequestBook:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
+
+    def brought(self) -> Iterator[str]:
+        """Ids of requests that wait for another connector's load: to ours they run."""
+        if not self._has_params:  # without them no connector brings anything from elsewhere
+            return
+        for request_id, state in self._states.items():
+            is_waiting = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if is_waiting and state.phase is Phase.RUNNING:
+                yield request_id
 
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
         """Keep of vLLM's finished ids only those that the scheduler can act on (I3).

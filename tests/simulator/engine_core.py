@@ -30,6 +30,7 @@ from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
 from tests.simulator.findings import Findings
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.model_runner import Batch, ModelRunner
+from tests.simulator.remote import BROUGHT, SENT_ON, RemoteRank, wrap
 from tests.simulator.stepper import Stepper
 from tests.simulator.tiers import ObjectStore, RankTiers, SimSlots, namespace_of
 from tests.simulator.virtual_loop import Clock, VirtualLoop
@@ -90,6 +91,8 @@ class EngineCore(Stepper):
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
         self.runner = ModelRunner(shape, self.scheduler, self.chance, self.findings)
+        for worker in self.workers if shape.remote else ():
+            worker.remote = RemoteRank(self, worker.rank)
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
         self._aggregator = KVOutputAggregator(shape.num_ranks)
@@ -194,6 +197,12 @@ class EngineCore(Stepper):
         **options: Any,
     ) -> Any:
         self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
+        asked = self.chance.choose((None, BROUGHT, SENT_ON), "remote", request_id, self.num_steps)
+        if self.shape.remote and asked:
+            options["kv_transfer_params"] = {
+                asked: True,
+                **(options.get("kv_transfer_params") or {}),
+            }
         return self.send(
             request_id,
             prompt,
@@ -279,6 +288,8 @@ class EngineCore(Stepper):
             worker.loop.turn()
         device.advance_compute(draw >> 3 & 3)
         device.tick()
+        if worker.remote is not None:
+            worker.remote.tick()
 
     def _finish_step(self, batch: Batch) -> None:
         for worker in self.workers:
@@ -332,6 +343,8 @@ class EngineCore(Stepper):
             ids = getattr(connector_output, name)
             if ids:
                 setattr(connector_output, name, SortedIds(ids))
+        if self.shape.remote:
+            wrap(connector_output, self.scheduler.connector.sub_connectors)
         return output
 
     def close(self) -> None:

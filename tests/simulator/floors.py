@@ -42,6 +42,8 @@ FLOORS = {
     "shared-sparse": Floor(stored=1.42, loaded=0.73, hit=0.14),
     "mamba-large-lazy": Floor(stored=0.48, loaded=0.75, hit=0.39),
     "overdue": Floor(stored=0.82, loaded=0.60, hit=0.41),
+    "remote-first": Floor(stored=1.60, loaded=0.75, hit=0.25),
+    "remote-last": Floor(stored=0.75, loaded=0.74, hit=0.52),
     "tenants": Floor(stored=0.82, loaded=0.75, hit=0.32),
     "tenants-lazy": Floor(stored=1.63, loaded=0.73, hit=0.28),
     "tiers-tenants": Floor(stored=0.73, loaded=0.75, hit=0.62, fetched=0.05),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.simulator import remote
 from tests.simulator.groups import PAGE_BYTES, Group
 from tests.simulator.models import ModelCache, Recipe, make_cache, small_cache
 
@@ -47,6 +48,9 @@ class EngineShape:
     max_model_len: int = 2048  # tokens of the longest request
     extra: dict[str, Any] = field(default_factory=dict)  # `kv_connector_extra_config`
     connector: str = OURS  # another connector of vLLM's to compare with, or `NONE`
+    # A stand-in for NIXL beside ours, under MultiConnector: asked "first" or "last"; "" for none.
+    remote: str = ""
+    remote_failures: float = 0.0  # how many of its transfers fail on a rank
     failure_policy: str = "recompute"  # what vLLM does with a request whose load failed
     has_events: bool = False  # KV events are on
     page_bytes: int = PAGE_BYTES  # of a block, as vLLM is told
@@ -278,6 +282,8 @@ def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = make_config(shape)
+    if shape.remote:
+        config.kv_transfer_config = remote.beside(config.kv_transfer_config, shape.remote)
     kv_cache_config = make_kv_cache_config(shape)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)

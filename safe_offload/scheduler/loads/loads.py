@@ -301,6 +301,10 @@ class Loads:
         if progress.wait.stuck_at >= 0:
             progress.wait.unstick()
 
+    def compute_next(self, state: RequestState) -> None:
+        """Another connector's load failed: no hit before the request has run, as in `sent`."""
+        self.progress[state].must_compute = True
+
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
         if self._admission.holders:

@@ -105,7 +105,7 @@ class Tiers:
     def see(self, state: RequestState, *, may_read: bool) -> None:
         """A request is new; if it may read, look it up while it waits for its turn."""
         self.private.see(state.request)
-        if may_read:
+        if may_read and not state.limits.is_brought:
             self.lookups.see(state)
 
     @property

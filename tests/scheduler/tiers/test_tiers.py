@@ -176,6 +176,18 @@ def test_a_request_with_another_salt_does_not_find_it(make_tiers):
     rig.check_idle()
 
 
+def test_what_another_connector_brings_is_not_asked_for(make_tiers):
+    """The prompts of a decode engine come from a prefill engine, and wait for no tier."""
+    rig = make_warm(make_tiers)
+    rig.kv_transfer_params = {"do_remote_prefill": True}
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.counts["tier_lookups"] == 0
+    rig.kv_transfer_params = {"do_remote_prefill": False, "do_remote_decode": True}
+    assert rig.run_alone("b", prompt(rig, 2)) == 0, "the GPU has it"
+    rig.drain()
+    rig.check_idle()
+
+
 def test_what_one_rank_lacks_nobody_has(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=3)
     hashes = keys_of(rig)
