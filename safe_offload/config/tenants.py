@@ -146,12 +146,13 @@ class TenantsFile:
             return
         self._text = text
         try:
-            self.tenants = parse(text)
+            tenants = parse(text)
             told = 'The file of "tenants" has changed: %d tenants are guaranteed %g%% together.'
-            logger.info(told, len(self.tenants.labels) - 1, sum(self.tenants.shares) / 100)
+            logger.info(told, len(tenants.labels) - 1, sum(tenants.shares) / 100)
+            self.tenants = tenants
         except ConfigError as error:
-            self.num_bad += 1
             logger.error("What was in force before stays: %s", error)
+            self.num_bad += 1
 
     def _read(self) -> bytes | None:
         try:
