@@ -106,6 +106,7 @@ READS_PRIVATE = {
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
     "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
+    "scheduler/stores/test_spare.py": ("_hits",),  # gives the kinds of a host fixed shares
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner
     "worker/memory/test_shared_memory.py": ("_map",),  # is made to fail

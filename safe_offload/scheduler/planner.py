@@ -325,12 +325,12 @@ class Planner(SchedulerSide):
         finally:  # vLLM does not ask again
             self._end(state)
 
-    def _keep_out(self) -> list[RequestState]:
-        """Keep what outdated requests have computed out of every cache; return these requests."""
-        states = self.outdated.keep_out(self.book)
+    def _keep_out(self) -> None:
+        """Keep what outdated requests have computed out of every cache."""
+        for state in self.outdated.keep_out(self.book):
+            self.policy.forget_table(state)
         if self.outdated.taken_ids:
             self.stores.lose_hashes(self.outdated.taken_ids)
-        return states
 
     def _end(self, state: RequestState) -> None:
         """A request has ended: give up what only a live one needs."""
@@ -364,8 +364,7 @@ class Planner(SchedulerSide):
             for state in self.book.purge(self.gpu):
                 self.loads.forget(state)
         if self.outdated.tables:
-            for state in self._keep_out():
-                self.policy.forget_table(state)
+            self._keep_out()
         new_loads = self.loads.ledger.new
         tiers, messages = self.tiers, NO_MESSAGES
         if tiers.private_requests:

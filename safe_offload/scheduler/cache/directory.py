@@ -86,6 +86,8 @@ class Directory:
         self.num_held = 0
         self.version = self.num_forgets = self.epoch = 0
         self._groups = bytearray(num_slots)
+        self.group_of = self._groups.__getitem__
+        """Returns the KV cache group of what a slot holds."""
         self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
         self.being_stored: set[int] = set()
@@ -163,10 +165,6 @@ class Directory:
 
     def _held(self) -> Iterator[tuple[int, bytes]]:
         return ((slot, held) for slot, held in enumerate(self.hashes) if held is not None)
-
-    def group_of(self, slot: int) -> int:
-        """Return the KV cache group of what a slot holds."""
-        return self._groups[slot]
 
     def all_keys(self) -> list[Key]:
         """Return all that is found, or being stored, under each of its keys."""

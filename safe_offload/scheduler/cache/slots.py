@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import filterfalse, repeat
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -225,7 +225,7 @@ class SlotPool:
 
     def unread(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that no load has read since they were filled."""
-        return [slot for slot in slots if not self._was_hit[slot]]
+        return list(filterfalse(self._was_hit.__getitem__, slots))
 
     def set_time(self, now_s: float) -> None:
         """Note the time; only the age of what is evicted depends on it."""

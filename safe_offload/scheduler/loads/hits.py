@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -248,8 +248,8 @@ class HostHits:
             ends: tokens at which hits of this request end, beside the ends of prompt and answer.
             slots: that the request holds.
         """
-        group_of, reads_ends = self.directory.group_of, self._reads_ends
-        found = [slot for slot in dict.fromkeys(slots) if reads_ends[group_of(slot)]]
+        is_found = map(self._reads_ends.__getitem__, map(self.directory.group_of, slots))
+        found = list(dict.fromkeys(compress(slots, is_found)))
         if len(found) <= self._num_end_blocks and not self.geometry.has_states:
             return Ends((), ())
         needed: set[int] = set()
@@ -258,9 +258,8 @@ class HostHits:
             if hit is not None:
                 needed.update(*compress(hit.slots_by_group, self._reads_ends))
         others = needed.difference(found, (NO_SLOT,))
-        return Ends(
-            [slot for slot in self.slots.unread(found) if slot not in needed], sorted(others)
-        )
+        spare = filterfalse(needed.__contains__, self.slots.unread(found))
+        return Ends(list(spare), sorted(others))
 
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int

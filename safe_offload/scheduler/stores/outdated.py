@@ -117,11 +117,13 @@ class Outdated:
 
         What has left it, as of a window that slid on, may be of another owner. If it has a hash of
         this request, it comes from here, unless the request has begun again and computed it anew.
+        What it has found in vLLM's cache when it began again it has not.
         """
         home = table.home
         present, stands = home.table[table.num_seen :], home.stands()
         kept_ids = {block.block_id for block in present if stands}
-        anew = () if stands else home.tables.get(home.request_id, ())
+        num_found = state.request.num_computed_tokens // self._gpu.block_tokens(table.group_idx)
+        anew = () if stands else home.tables.get(home.request_id, ())[num_found:]
         anew_ids = {block.block_id for block in anew}
         own: set[bytes] = set()
         length = 0
