@@ -27,6 +27,7 @@ from safe_offload.compat.base import (
 )
 from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tenants import TenantsFile
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
@@ -35,10 +36,12 @@ from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
-from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.tenants import TenantSlots
+from safe_offload.scheduler.guided import planner_class
 from safe_offload.scheduler.loads.hits import HostHits
-from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
+from safe_offload.scheduler.planner import Planner, PlannerOptions
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
@@ -134,8 +137,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_slots = config.num_slots_of(slot_bytes)
         self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
-        policy = POLICIES[config.eviction_policy](num_slots, directory.hashes)
-        slots = SlotPool(num_slots, directory, policy, self._counters)
+        make_policy = POLICIES[config.eviction_policy]
+        file = TenantsFile(config.tenants) if config.tenants is not None else None
+        slots = (
+            SlotPool(num_slots, directory, make_policy(num_slots, directory.hashes), self._counters)
+            if file is None
+            else TenantSlots(num_slots, directory, make_policy, self._counters)
+        )
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
         self._stats = reporter = StatsReporter(self._counters, info)
@@ -157,11 +165,17 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # Data-parallel engines that go in step with one another wait for each other's steps.
             waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             tiers=config.tiers,
+            pin_share=config.pin_share,
+            reads_hints=config.kv_hints,
             tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
         )
-        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
+        is_guided = bool(config.pin_share) or config.kv_hints
+        needs_search = bool(config.tiers) or is_guided
+        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if needs_search else None
         estimates = config.estimate_hit_rates and hits.geometry.is_plain
-        make = EstimatingPlanner if estimates else Planner
+        make = planner_class(has_tenants=file is not None, estimates=estimates, is_guided=is_guided)
+        if file is not None:
+            make = functools.partial(make, file=file)
         return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
@@ -300,14 +314,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See KVConnectorBase_V1; always (False, None): no block is kept (I2)."""
-        self.scheduler.request_finished(request)
-        return False, None
+        """See KVConnectorBase_V1; False: no block is kept (I2); and what was pinned."""
+        return False, self.scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See SupportsHMA; always (False, None): no block is kept (I2)."""
+        """See SupportsHMA and `request_finished`."""
         return self.request_finished(request, [])
 
     @contained(lambda: False)
@@ -397,6 +410,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
         self.worker.shutdown()
+        self.scheduler.shutdown()
         if self._served is not None:
             self._served.close()
 

@@ -54,7 +54,7 @@ class SharingError(SafeOffloadError):
 
 
 class InvariantError(SafeOffloadError):
-    """One of the promises "I1" to "I12" does not hold: a defect of safe_offload itself."""
+    """One of the promises "I1" to "I14" does not hold: a defect of safe_offload itself."""
 
     def __init__(self, invariant: str, detail: str) -> None:
         super().__init__(invariant, detail)

@@ -75,12 +75,15 @@ class SchedulerSide(Side):
     def update_connector_output(self, output: Any) -> None:
         """The workers have reported."""
 
-    def request_finished(self, request: Any) -> None:
-        """A request ends."""
+    def request_finished(self, request: Any) -> Any:
+        """A request ends; return what vLLM hands on to its client, a mapping, if anything."""
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping until transfers have settled."""
         return False
+
+    def shutdown(self) -> None:
+        """The engine ends."""
 
     def reset_cache(self, cause: str | None = None) -> None:
         """Forget what is stored."""

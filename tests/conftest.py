@@ -28,6 +28,7 @@ LONGEST = tuple(
     f"tests/{name}.py"
     for name in (
         *("engine/test_parallel", "engine/test_abort_storm", "engine/test_lifecycle"),
+        *("engine/test_prefill_decode",),
         *("engine/test_serve", "engine/test_failing_copies", "engine/test_refused_start"),
         *("engine/test_tiers", "engine/test_network_tiers", "engine/test_layouts"),
         *("engine/test_observability", "engine/test_preemption", "engine/test_private"),

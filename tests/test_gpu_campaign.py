@@ -177,6 +177,12 @@ def test_steps_that_need_more_gpus_than_there_are_do_not_run(tmp_path):
     assert verdicts_of(steps, tmp_path) == {"two": "not run yet", "one": "passed"}
 
 
+def test_what_the_machine_lacks_is_left_out_and_the_report_says_so(tmp_path):
+    steps = [python("agents", "pass", lacks="no traces here"), python("one", "pass")]
+    assert verdicts_of(steps, tmp_path) == {"agents": "not run yet", "one": "passed"}
+    assert "| agents | left out (no traces here) |" in (tmp_path / campaign.REPORT).read_text()
+
+
 def test_without_a_gpu_nothing_runs_and_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(campaign, "find_facts", lambda python: Facts({}, "No GPU: none"))
     assert campaign.main(["--budget-s", "60", "--folder", str(tmp_path)]) == 1

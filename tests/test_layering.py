@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/tiers",
         "sides",
     ),
-    "scheduler/cache": ("compat", "observe"),
+    "scheduler/cache": ("compat", "config", "observe"),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
     "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
     "scheduler/tiers": (
@@ -88,6 +88,7 @@ PROBES_VLLM = {
     "tiers/namespace/namespace.py": {
         *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
     },
+    "scheduler/hints.py": {"kv_hints"},
     "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat/, take only from a vLLM that has them."""
@@ -101,8 +102,11 @@ FIELDS_OF_VLLM = {
 
 READS_PRIVATE = {
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
+    "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
+    "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
+    "scheduler/stores/test_spare.py": ("_hits",),  # gives the kinds of a host fixed shares
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner
     "worker/memory/test_shared_memory.py": ("_map",),  # is made to fail

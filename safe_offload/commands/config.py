@@ -141,7 +141,7 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
             if row.key in reasons:
                 source += f"; {reasons[row.key]}"
             if value is not None or row.key in reasons:
-                text = json.dumps(masked(value))
+                text = json.dumps(masked(value, row.key))
                 yield _row(row.key, text, source, row.help if explain else "")
         for key, why in reasons.items():
             if key not in options.VALID_KEYS:

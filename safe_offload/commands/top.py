@@ -402,12 +402,28 @@ def tiers(view: View) -> list[Row]:
     return rows
 
 
+def tenants(view: View) -> list[Row]:
+    """Who has what? Nothing without tenants."""
+    rows: list[Row] = []
+    for tenant in view.now.values_of("tenant"):
+        used, guaranteed = (
+            format_bytes(int(view.now.total(f"tenant_{what}_bytes", tenant=tenant)))
+            for what in ("used", "guaranteed")
+        )
+        rows.append((tenant, f"{used}, {guaranteed} guaranteed", ""))
+        for what in ("hit_tokens", "missed_tokens", "evicted_blocks"):
+            title = f"  {what.replace('_', ' ')}"
+            rows.append(view.counter(title, f"tenant_{what}_total", tenant=tenant))
+    return rows
+
+
 QUESTIONS: Final = {
     "Is it worth it?": worth,
     "Is it healthy?": health,
     "Is it large enough?": size,
     "What does it cost?": cost,
     "What do tiers do?": tiers,
+    "Who has what?": tenants,
 }
 """One without rows is not shown."""
 

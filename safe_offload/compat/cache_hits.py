@@ -148,6 +148,12 @@ def boundary_blocks(coordinator: Any) -> list[int]:
     return needs
 
 
+def reads_ends(coordinator: Any) -> list[bool]:
+    """Return for each group whether a hit needs only the blocks at its end, or one state."""
+    specs = (manager.kv_cache_spec for manager in coordinator.single_type_managers)
+    return [not isinstance(spec, FullAttentionSpec) for spec in specs]
+
+
 def uncached_tokens(found: tuple[Any, ...]) -> int:
     """Return how far a search of a coordinator's found blocks without windows or states.
 

@@ -25,12 +25,13 @@ from safe_offload.config.settings import (
     seconds,
     setting,
     settings_of,
+    share,
     size,
     switch,
     text,
 )
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig, directory, tiers
+from safe_offload.config.tiers import TierConfig, directory, file, tiers
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 
@@ -41,6 +42,7 @@ MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
 MAX_TRANSFER_TIMEOUT_S: Final = 3600
 MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
+MAX_PIN_SHARE: Final = 0.9
 DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 
 # Of those that are written, the first decides.
@@ -90,6 +92,12 @@ class OffloadConfig:
         "recently used one that was never hit (`slru`), or the one that is least likely to be "
         "asked for again soon, by the gaps between past requests (`returns`).",
     )
+    pin_share: float = setting(
+        share(MAX_PIN_SHARE),
+        0,
+        "The part of host memory that requests may pin.",
+    )
+    kv_hints: bool = setting(switch(), False, "Do what hints of requests ask for.")
     estimate_hit_rates: bool = setting(
         switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
     )
@@ -152,6 +160,12 @@ class OffloadConfig:
         "off",
         "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
         key="verify",
+    )
+    tenants: str | None = setting(
+        file(),
+        None,
+        "A file that guarantees shares of host memory, by `cache_salt`.",
+        is_secret=True,
     )
     metrics_port: int | None = setting(
         count(1, 65535, example=9400),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 HIDDEN: Final = "***"
-SECRET_KEYS: Final = ("password_file", "key_file", "hmac_key_file")
+SECRET_KEYS: Final = ("password_file", "key_file", "hmac_key_file", "tenants")
 """Settings that may hold the secret itself by mistake."""
 NOT_SHOWN: Final = object()
 """Stands in the place of a value that may hold anything."""

@@ -161,6 +161,19 @@ def seconds(maximum: int) -> Kind:
     return Kind(allowed, read)
 
 
+def share(maximum: float) -> Kind:
+    """Return the kind of a part of a whole, as a fraction."""
+    allowed = f"a number of 0 to {maximum}"
+
+    def read(key: str, value: object) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= maximum:
+            return float(value)
+        fix = f'write the number without quotes, such as "{key}": 0.3'
+        refuse(key, value, "this is no such number", allowed, fix)
+
+    return Kind(allowed, read)
+
+
 def read_duration(text: str) -> float | None:
     """Return how many seconds "90s", "15m", "12h" or "7d" are; None if a text is no such time."""
     match = _DURATION.fullmatch(text)

@@ -109,7 +109,7 @@ class TierConfig:
 
     The sentences of the fields are those of docs/configuration.md. None is no limit, or no file; of
     `ttl_s` never, of `ca_file` the system's certificates, of `endpoint` the cloud's own. A
-    `model_version` and an `hmac_key_file` have all tiers or none; `stores_evicted` is one for all.
+    `model_version` and an `hmac_key_file` have all tiers or none; `store` is one for all.
     """
 
     location: Location
@@ -126,12 +126,11 @@ class TierConfig:
         "Your name for these weights: what carries it may be used again after a reset, and with "
         "LoRA adapters after a restart.",
     )
-    stores_evicted: bool = setting(
-        choice({"computed": False, "evicted": True}),
+    store: str = setting(
+        choice(["computed", "evicted", "hit"]),
         "computed",
-        "What is written: all that the host stores (`computed`), or only what it is about to evict "
-        "(`evicted`).",
-        key="store",
+        "What is written: all that the host stores (`computed`), only what it is about to evict "
+        "(`evicted`), or what it was asked for again (`hit`).",
     )
     write_bytes_per_s: int | None = setting(
         size(MAX_BYTES_PER_RANK),
@@ -224,7 +223,7 @@ _ONLY: Final = {
     "endpoint": (BUCKETS, ""),
 }
 # What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
-_FIELDS_ALIKE: Final = ("stores_evicted", "model_version")
+_FIELDS_ALIKE: Final[Mapping[str, type]] = {"store": str, "model_version": bool}
 _ALIKE: Final = "all tiers with it, or all without"
 MIXED_KEYS: Final = (
     "whoever can write to a tier without a key could have his blocks, and all that is computed "
@@ -310,12 +309,12 @@ def _require_fitting(location: Location, place: str, written: Mapping[str, objec
 
 def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
     """Refuse the last tier if what all must have alike is not as in the first."""
-    for field in _FIELDS_ALIKE:
-        if bool(getattr(found[0], field)) == bool(getattr(found[-1], field)):
+    for field, as_type in _FIELDS_ALIKE.items():
+        if as_type(getattr(found[0], field)) == as_type(getattr(found[-1], field)):
             continue
         row = TIER_SETTINGS[field]
         first, last = (value[i].get(row.key, row.default) for i in (0, len(found) - 1))
-        more = shown(first if getattr(found[0], field) else last)
+        more = shown(last if first == row.default else first)
         refuse(
             NestedKey(row.key, place),
             last,

@@ -19,6 +19,7 @@ Observed = dict[str, dict[int, tuple[int, float]]]
 """By name of a histogram: how many values are in a bucket, by its index, and their sum."""
 
 _EVICTED = "Blocks overwritten by others, by whether they had ever been loaded."
+_HINTS = "Actions of hints that came with requests; unknown are those that nothing came of."
 _DROPPED_SPILLS = "Blocks that were to be written to tiers and were not."
 _DROPPED = "Finished ids kept from vLLM's scheduler, which could not have acted on them."
 
@@ -74,7 +75,7 @@ class Count(Series, enum.ReprEnum):
     GIVEN_UP_REQUESTS = "given_up_requests", "Requests offered no more hits: too many loads failed."
     SKIPPED_STORES = "skipped_stores", "Stores put off or made smaller: too many bytes wait."
     UNUSABLE_HITS = "unusable_hits", "Hits that vLLM accepted in part and that could not be loaded."
-    POSTPONED_HITS = "postponed_hits", "Hits not used: pending loads hold too many GPU blocks."
+    POSTPONED_HITS = "postponed_hits", "Hits put off: pending loads hold too many GPU blocks."
     SHARED_WAITS = "shared_waits", "Requests that waited for another's load of the same blocks."
     SHARED_WAITS_CUT = "shared_waits_cut", "Of shared_waits, those that reached the time limit."
     UNPAID_HITS = (
@@ -101,6 +102,12 @@ class Count(Series, enum.ReprEnum):
     DROPPED_DUPLICATE_IDS = "dropped_ids", _DROPPED, ("reason", "duplicate")
     DROPPED_UNOWNED_IDS = "dropped_ids", _DROPPED, ("reason", "unowned")
     BAD_REQUEST_PARAMS = "bad_request_params", "Requests with unusable kv_transfer_params, served."
+    UNPINNED_TOKENS = "unpinned_tokens", "Tokens of prompts that were to be pinned and were not."
+    FETCH_HINTS = "hints", _HINTS, ("action", "fetch")
+    RETAIN_HINTS = "hints", _HINTS, ("action", "retain")
+    DEMOTE_HINTS = "hints", _HINTS, ("action", "demote")
+    UNKNOWN_HINTS = "hints", _HINTS, ("action", "unknown")
+    BAD_TENANT_FILES = "bad_tenant_files", "Changes of the file of tenants that could not be used."
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
 
 
@@ -220,6 +227,22 @@ TIER_SERIES = tuple(map(TierSeries, range(1, MAX_TIERS + 1)))
 """By tier, the nearest first."""
 TIERS_NOT_READY = "tiers_not_ready"
 """A gauge of the workers."""
+
+
+TENANT_COUNTERS = {
+    "hit_tokens": "Tokens found on the host whose load was begun, by tenant.",
+    "missed_tokens": "Tokens of prompts that neither the GPU nor the host had, by tenant.",
+    "evicted_blocks": "Blocks overwritten by others, by tenant.",
+}
+TENANT_GAUGES = {
+    "used_bytes": "Bytes of the host slots that a tenant has, of all ranks.",
+    "guaranteed_bytes": "Bytes of host slots that are guaranteed to a tenant, of all ranks.",
+}
+
+
+def of_tenant(name: str, label: str) -> str:
+    """Return the series of a tenant; which labels there are, a file says that may change."""
+    return f'tenant_{name}{{tenant="{label}"}}'
 
 
 def is_milestone(count: int) -> bool:

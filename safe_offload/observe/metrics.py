@@ -24,6 +24,8 @@ from safe_offload.observe.counters import (
     LOAD_SIZE_BYTES,
     STORE_S,
     STORE_SIZE_BYTES,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
     TIER_SERIES,
     TIERS_NOT_READY,
     Counters,
@@ -37,7 +39,9 @@ GAUGES = {
     "configured_slots": "Host slots that there will be when all memory is ready.",
     "used_slots": "Host slots that hold something that can be hit.",
     "capacity_bytes": "Bytes that all host slots hold together, of all ranks.",
-    "leased_slots": "Host slots that may not be evicted now.",
+    "leased_slots": "Host slots that may not be evicted now, without those that are pinned.",
+    "pinned_slots": "Host slots that hold what is pinned.",
+    "pins": "Prompts that are pinned.",
     "retired_slots": "Host slots not used any more because their bytes changed in memory.",
     "is_disabled": "1 if the connector has given up and only finishes what is in flight.",
     "stores_in_flight": "Stores that not all ranks have finished.",
@@ -207,7 +211,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        tiers = TIER_SERIES[: _num_tiers(self._kv_transfer_config)]
+        config = _config(self._kv_transfer_config)
+        tiers = TIER_SERIES[: len(config.tiers)]
         counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
         self._counters = self._make_series(self._counter_cls, counters, "_total")
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
@@ -221,6 +226,15 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         }
         of_tiers = [series for tier in tiers for series in tier.gauges]
         self._gauges |= self._make_series(self._gauge_cls, of_tiers, multiprocess_mode="mostrecent")
+        self._of_tenants: dict[str, Any] = {}
+        if config.tenants is not None:
+            for cls, suffix, docs, more in (
+                (self._counter_cls, "_total", TENANT_COUNTERS, {}),
+                (self._gauge_cls, "", TENANT_GAUGES, {"multiprocess_mode": "mostrecent"}),
+            ):
+                for name, doc in docs.items():
+                    made = self._make(cls, f"tenant_{name}{suffix}", doc, ["tenant"], **more)
+                    self._of_tenants[f"tenant_{name}"] = made
         doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
         self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
         self._vllms: dict[str, Any] | None = None
@@ -264,9 +278,13 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, number in counts.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(number)
+            elif metric := self._of_tenant(name, engine_idx):
+                metric.inc(number)
         for name, value in gauges.items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
+            elif metric := self._of_tenant(name, engine_idx):
+                metric.set(value)
         for name, cells in observed.items():
             if name in self._histograms:
                 _observe(self._histograms[name][engine_idx], cells)
@@ -283,6 +301,16 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 _observe(metric[engine_idx], cells)
             else:
                 metric[engine_idx].inc(_total(cells))
+
+    def _of_tenant(self, name: str, engine_idx: int) -> Any:
+        """Return the series of a tenant of this name; None if it is none."""
+        metric, _, label = name.partition('{tenant="')
+        if metric not in self._of_tenants:
+            return None
+        values = *self.per_engine_labelvalues[engine_idx], label.removesuffix('"}')
+        for name in TENANT_COUNTERS:  # they begin with the first gauge
+            self._of_tenants[f"tenant_{name}"].labels(*values)
+        return self._of_tenants[metric].labels(*values)
 
     def _make_vllms(self) -> dict[str, Any]:
         """Make what vLLM's OffloadingConnector has too, unless that is there and has made it.
@@ -308,9 +336,9 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         return made
 
 
-def _num_tiers(transfer_config: Any) -> int:
+def _config(transfer_config: Any) -> OffloadConfig:
     extra = getattr(transfer_config, "kv_connector_extra_config", None)
-    return len(OffloadConfig.from_extra_config(extra, world_size=1).tiers)
+    return OffloadConfig.from_extra_config(extra, world_size=1)
 
 
 def _observe(metric: Any, cells: Mapping[int, tuple[int, float]]) -> None:

@@ -256,6 +256,11 @@ class GpuBlocks:
         """Whether vLLM still keeps any block for this request id."""
         return any(manager.req_to_blocks.get(request_id) for manager in self._managers)
 
+    def block_ids_of(self, request_id: str) -> set[int]:
+        """Return the blocks that a request has in all groups."""
+        tables = (manager.req_to_blocks.get(request_id, ()) for manager in self._managers)
+        return {block.block_id for table in tables for block in table}
+
     def block(self, block_id: int) -> KVCacheBlock:
         """Return the block object of an id."""
         block: KVCacheBlock = self._pool.blocks[block_id]

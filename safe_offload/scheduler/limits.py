@@ -1,9 +1,10 @@
-"""How much of one request may be stored and loaded, as its client wrote it.
+"""What a client writes for its own request: how much is stored and loaded, and what is kept.
 
 A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
-scheduler.py, RequestOffloadState). Whatever else a client writes there is junk, or another
-connector's: the request is served all the same.
+scheduler.py, RequestOffloadState). `pin_s` and `store` are our own. Whatever else a client writes
+there is junk, or another connector's: the request is served all the same. Of those,
+`do_remote_prefill` is read, by which a router says that another engine has the prompt (NIXL).
 """
 
 from __future__ import annotations
@@ -11,21 +12,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STORE_KEY, LOAD_KEY = "max_offload_tokens", "max_load_tokens"
+PIN_KEY, KIND_KEY, NOTHING = "pin_s", "store", "nothing"
+BROUGHT_KEY = "do_remote_prefill"
 MAX_TOKENS = (1 << 31) - 1
-ALLOWED = f"a whole number of 0 to {MAX_TOKENS}"
+MAX_PIN_S = 86400
+ALLOWED = (
+    f"a whole number of 0 to {MAX_TOKENS}, of {PIN_KEY} a number of 0 to {MAX_PIN_S}, "
+    f'of {KIND_KEY} "{NOTHING}"'
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request allows; None is no limit, 0 is nothing.
+    """What a request allows, and asks for; None is no limit, 0 is nothing.
 
     Attributes:
         store_tokens: only blocks that end within this many first tokens are stored.
         load_tokens: the most tokens, after those that the GPU has, come from the host.
+        leaves_nothing: it is stored nowhere, and nothing is noted of it.
+        pin_s: how long it is to stay on the host after its last use; 0 ends that, None is no wish.
+        is_fetched: what tiers have of it is fetched, whether or not that is expected to pay.
+        is_demoted: when it has ended, it is evicted before all others.
+        is_brought: another connector brings the prompt, so that tiers are not asked for it.
     """
 
     store_tokens: int | None = None
     load_tokens: int | None = None
+    leaves_nothing: bool = False
+    pin_s: float | None = None
+    is_fetched: bool = False
+    is_demoted: bool = False
+    is_brought: bool = False
 
 
 NO_LIMITS = Limits()
@@ -53,7 +70,24 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
         numbers.append(value if problem is None else None)
         if problem is not None:
             problems.append(f"{key} is {problem}")
-    return Limits(*numbers), problems
+    pin_s, kind = params.get(PIN_KEY), params.get(KIND_KEY)
+    if pin_s is not None and not is_pin_time(pin_s):
+        problems.append(f"{PIN_KEY} is of type {type(pin_s).__name__}, or out of range")
+        pin_s = None
+    if leaves_nothing := isinstance(kind, str) and kind == NOTHING:
+        numbers[0], pin_s = 0, None
+    elif kind is not None:
+        problems.append(f"{KIND_KEY} is another word, or of type {type(kind).__name__}")
+    is_brought = bool(params.get(BROUGHT_KEY))
+    limits = Limits(numbers[0], numbers[1], leaves_nothing, pin_s, is_brought=is_brought)
+    return limits, problems
+
+
+def is_pin_time(value: object) -> bool:
+    """Whether something is a time that a prompt may be pinned for."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= MAX_PIN_S
 
 
 def _problem(value: object) -> str | None:

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
@@ -31,7 +31,7 @@ from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.no_tiers import NoTiers
 from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks
-from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.requests import HintedBook, Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.outdated import Outdated
@@ -59,6 +59,9 @@ START_STEPS_MAX = 1000
 so that an operator sees them before the first request. An idle step takes a millisecond."""
 
 
+NOTHING_ASKED = {**NO_RATES, "pins": 0, "pinned_slots": 0}
+"""Gauges that only some configurations have."""
+
 StorePlan = tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]
 
 
@@ -80,6 +83,8 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
+        pin_share: see `Pins`.
+        reads_hints: do what hints ask for.
         tells_media_ids, new_generation: see `TierContext`.
     """
 
@@ -96,6 +101,8 @@ class PlannerOptions:
     num_steps_in_flight: int = 1
     waits_when_idle: bool = True
     tiers: tuple[TierConfig, ...] = ()
+    pin_share: float = 0.0
+    reads_hints: bool = False
     tells_media_ids: bool = False
     new_generation: Callable[[], str] = secrets.token_hex
 
@@ -143,6 +150,8 @@ class Planner(SchedulerSide):
         tiered_hits: needed where there are tiers.
     """
 
+    make_stores: type[Stores] = Stores
+
     def __init__(
         self,
         hits: HostHits,
@@ -159,7 +168,7 @@ class Planner(SchedulerSide):
         self.options = options
         self._counters = counters
         self.leases = LeaseBook(hits.slots)
-        self.book = RequestBook(counters)
+        self.book = HintedBook(counters) if options.reads_hints else RequestBook(counters)
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
@@ -173,7 +182,7 @@ class Planner(SchedulerSide):
             min(WAIT_MAX_S, options.transfer_timeout_s),
             self.costs,
         )
-        self.stores = Stores(
+        self.stores = self.make_stores(
             hits, self.leases, transfer_ids, num_ranks, options.num_store_blocks_max, counters
         )
         self.policy: StorePolicy
@@ -184,9 +193,11 @@ class Planner(SchedulerSide):
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self.tiers: Tiers | NoTiers = NoTiers()
         if tiered_hits is not None and options.tiers:
-            what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
+            what = hits, gpu, self.leases, self.loads.ledger, transfer_ids, self.costs
             context = TierContext(
                 *what,
+                counters,
+                options.tiers,
                 num_ranks,
                 options.slot_bytes,
                 options.new_generation,
@@ -213,6 +224,9 @@ class Planner(SchedulerSide):
                 self._end(state)
                 self.loads.forget(state)
             state = self.book.add(request)
+            if state.limits.leaves_nothing:
+                self.policy.keep_out(state)
+                return state
             self.events.seen(request)
             is_kept_out = self._is_disabled or request.skip_reading_prefix_cache
             self.tiers.see(state, may_read=not is_kept_out)
@@ -295,7 +309,7 @@ class Planner(SchedulerSide):
         """vLLM waits for a load that could not be planned: tell it to recompute."""
         self.loads.announce_failure(self.on_new_request(request))
 
-    def request_finished(self, request: Request) -> None:
+    def request_finished(self, request: Request) -> Any:
         """Store what is still unstored, give up all leases but those in flight.
 
         The request still holds its blocks. It holds none of them for us when this returns (I2), and
@@ -400,10 +414,18 @@ class Planner(SchedulerSide):
             self.costs.landed.clear()
 
     def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
-        """Return blocks that are written before the workers can honour a fence of this step."""
-        if not self.options.blocks_written_early:
-            return set()
-        return early_written_block_ids(scheduler_output, self.options.state_group_ids)
+        """Return blocks that are written before a fence of this step, or whatever it orders.
+
+        Another connector (NIXL) lets another machine write the blocks of a request that waits for
+        it. No stream of this device orders that, so a fence does not either.
+        """
+        written: set[int] = set()
+        for request_id in self.book.brought():
+            written |= self.gpu.block_ids_of(request_id)
+        if self.options.blocks_written_early:
+            groups = self.options.state_group_ids
+            written |= early_written_block_ids(scheduler_output, groups)
+        return written
 
     def _rescue(self, scheduler_output: SchedulerOutput) -> None:
         """Store what requests had computed that are preempted in this step."""
@@ -442,6 +464,7 @@ class Planner(SchedulerSide):
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
                     self.policy.forget_table(state)
+                    self.loads.compute_next(state)
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
@@ -545,7 +568,7 @@ class Planner(SchedulerSide):
         """
         self.has_changed = True
         self._counters[Count.RESETS] += 1
-        num_held = len(self.hits.directory.hashes)
+        num_held = self.hits.directory.num_held
         if cause is None:
             told = "The host cache was reset: what %d slots held can no longer be hit."
             logger.info(told, num_held)
@@ -609,7 +632,7 @@ class Planner(SchedulerSide):
         return {
             "slots": slots.num_usable,
             "configured_slots": slots.num_slots,
-            "used_slots": len(slots.directory.hashes) - len(slots.directory.being_stored),
+            "used_slots": slots.directory.num_held - len(slots.directory.being_stored),
             "leased_slots": slots.num_leased,
             "retired_slots": slots.num_retired,
             "capacity_bytes": slots.num_usable * self.options.slot_bytes,
@@ -617,7 +640,7 @@ class Planner(SchedulerSide):
             "stores_in_flight": len(self.stores.ledger.in_flight),
             "loads_in_flight": len(self.loads.ledger.in_flight),
             **self.costs.gauges(),
-            **NO_RATES,
+            **NOTHING_ASKED,
             **self.tiers.gauges(),
         }
 
@@ -644,10 +667,12 @@ class EstimatingPlanner(Planner):
 
     def on_new_request(self, request: Request) -> RequestState:
         """See `Planner`."""
-        if self.book.find(request) is None and not request.skip_reading_prefix_cache:
+        is_new = self.book.find(request) is None
+        state = super().on_new_request(request)
+        if is_new and not (request.skip_reading_prefix_cache or state.limits.leaves_nothing):
             self.curve = self.curve or HitCurve(self.hits.slots.num_slots)
             self.curve.see(request.block_hashes)
-        return super().on_new_request(request)
+        return state
 
     def gauges(self) -> dict[str, float]:
         """See `Planner`."""

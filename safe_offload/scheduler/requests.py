@@ -10,13 +10,14 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters, is_milestone
+from safe_offload.scheduler.hints import with_hints
 from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
 
 if TYPE_CHECKING:
@@ -60,11 +61,13 @@ class RequestState:
 
     Attributes:
         request: vLLM's object.
-        limits: what its client allows to be stored and loaded.
+        limits: what its client allows, and asks for.
         num_loads: loads that not all ranks have reported, or whose failure is not announced.
         is_failing: a plan has announced that its load failed, and the workers' echo, which alone
             may end its wait, has not come back.
         is_announced: vLLM was told that its present wait has ended.
+        hit_ends: tokens at which hits of its prompt end, and others' will: where it began after
+            what the GPU or the host had, and where prompts were seen to part.
     """
 
     request: Request
@@ -73,6 +76,7 @@ class RequestState:
     num_loads: int = 0
     is_failing: bool = False
     is_announced: bool = False
+    hit_ends: set[int] = field(default_factory=set)
 
     @property
     def finished(self) -> bool:
@@ -92,6 +96,10 @@ class RequestState:
                 f"to {phase.value}",
             )
         self.phase = phase
+
+    def ends_hits_at(self, num_tokens: int) -> None:
+        """Note that hits end at a token."""
+        self.hit_ends.add(num_tokens)
 
     def allocated(self) -> None:
         """vLLM gave it blocks: whatever it waits for from now on is not announced."""
@@ -128,8 +136,8 @@ class RequestState:
 class RequestBook:
     """All requests that vLLM owns, as far as hooks have named them.
 
-    Its state: the requests by id, which of them have `finished` (read only outside), and a number
-    for the log.
+    Its state: the requests by id, which of them have `finished` (read only outside), a number for
+    the log, and whether any request has had `kv_transfer_params`.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -137,20 +145,21 @@ class RequestBook:
         self._states: dict[str, RequestState] = {}
         self.finished: set[str] = set()
         self._num_bad_params = 0
+        self._has_params = False
 
     def __repr__(self) -> str:
         return f"RequestBook({len(self._states)} requests, {len(self.finished)} finished)"
 
     def add(self, request: Request) -> RequestState:
         """Return the state of a request that is new, in the place of one of the same id."""
-        is_free = request.kv_transfer_params is None
-        limits = NO_LIMITS if is_free else self._read_limits(request)
+        limits = NO_LIMITS if request.kv_transfer_params is None else self._read_limits(request)
         state = RequestState(request, limits)
         self._states[request.request_id] = state
         self.finished.discard(request.request_id)
         return state
 
     def _read_limits(self, request: Request) -> Limits:
+        self._has_params = True
         limits, problems = read_limits(request.kv_transfer_params)
         if problems:
             self._counters[Count.BAD_REQUEST_PARAMS] += 1
@@ -200,6 +209,15 @@ class RequestBook:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
+
+    def brought(self) -> Iterator[str]:
+        """Ids of requests that wait for another connector's load: to ours they run."""
+        if not self._has_params:  # without them no connector brings anything from elsewhere
+            return
+        for request_id, state in self._states.items():
+            is_waiting = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if is_waiting and state.phase is Phase.RUNNING:
+                yield request_id
 
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
         """Keep of vLLM's finished ids only those that the scheduler can act on (I3).
@@ -258,3 +276,13 @@ class RequestBook:
         if state.request.is_finished() and gpu.holds_blocks(request_id):
             return None
         return Count.DROPPED_UNOWNED_IDS
+
+
+class HintedBook(RequestBook):
+    """A book that reads the hints of requests too."""
+
+    def add(self, request: Request) -> RequestState:
+        """See `RequestBook`."""
+        state = super().add(request)
+        state.limits = with_hints(request, state.limits, self._counters)
+        return state

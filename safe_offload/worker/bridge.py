@@ -345,6 +345,8 @@ class WorkerBridge(WorkerSide):
             for transfer in self._loads:
                 self._fail(transfer, FailureReason.COPY_FAILED)
             self._loads = ()
+        if self._loads_mark is None:  # without streams it has ended, and the forward takes long
+            self.start_load_kv()
 
     def _submit(self, direction: Direction, transfer: Transfer, mark: Any = None) -> None:
         if self.opened is None or self._is_asleep:

@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
         ("agents", "recorded coding agents against vLLM servers, with and without us"),
+        ("serve", "`vllm bench serve`: without us, with us, and with a KV pool that holds all"),
+        ("agents_engine", "the same in engines without servers, for a machine without a network"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
         ("tiers", "a tier against its device, network or store; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),
@@ -27,12 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copies", "`transfer` with vLLM's own copies and with latencies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
+        ("large_host", "millions of slots: start, bytes of Python a slot, a step's time"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
         ("preemption", "tokens computed again after preemptions, with and without us"),
         ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
+        ("tier_writes", "what a tier is given by its `store`: blocks written against hits"),
+        ("tenants", "hit rates of those that chat beside a flood, with quotas and without"),
+        ("held", "bytes that the host holds of a prompt, over those that attention reads"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

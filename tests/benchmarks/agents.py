@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from examples.tiny_models import write_tiny_model
+from examples.tiny_models import ModelKind, write_tiny_model
 from safe_offload.commands.bench.engine import OURS
 from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
@@ -119,7 +119,7 @@ def measure(
         else:
             sizes = _sizes(recorded, arguments)
             sets = server_sets(cast(Kind, model), sizes, arguments.extra)
-            model_folder = write_tiny_model(cast(Kind, model), folder / "model")
+            model_folder = write_tiny_model(cast(ModelKind, model), folder / "model")
             print(f"{model}: starting the servers ...")
             urls = on.enter_context(started(sets, model_folder, sizes, folder))
             aiperf = Aiperf(arguments, model_folder)
@@ -167,7 +167,8 @@ def simulate(
                 how = one.num_blocks, num_slots, sizes.context_tokens_max, users
                 engine = agents_virtual.make_engine(kind, connector, *how)
                 every_s = USER_EVERY_S / arguments.scale
-                by_name[name].append(agents_virtual.replay(engine, drawn[:users], every_s))
+                asks = [agents_virtual.asks_of(*one) for one in enumerate(drawn[:users])]
+                by_name[name].append(agents_virtual.replay(engine, asks, every_s))
     return found, list(servers)
 
 

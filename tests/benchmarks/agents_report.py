@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,12 @@ def read_run(folder: Path, before: Mapping[str, float], after: Mapping[str, floa
     )
 
 
-def make_sections(title: str, found: Found, ours: str, limit: str | None) -> list[str]:
+def make_sections(
+    title: str, found: Found, ours: str, limit: str | None, names: Collection[str] = TIMES
+) -> list[str]:
     """Return the tables of a model, and whether ours is late anywhere."""
     sections = []
-    for name in TIMES:
+    for name in names:
         rows = [["users", "server", "requests/s", *(f"{one}, ms" for one in STATISTICS)]]
         rows[0] += SOURCES if name == TTFT else ()
         for users, servers in found.items():
@@ -99,11 +101,12 @@ def _verdict(users: int, servers: Mapping[str, Sequence[Run]], ours: str, limit:
     late = late_figures(runs, none)
     lines.append(f"later than without by more than the rounds' spread: {', '.join(late) or 'none'}")
     if limit is not None:
-        means = [
-            one.times_ms[TTFT]["mean"] / other.times_ms[TTFT]["mean"]
-            for one, other in zip(runs, servers[limit], strict=True)
-        ]
-        lines.append(f"mean {TTFT}, of the limit's: {median_and_spread(means, '.2f')}")
+        for what in ("mean", "median"):
+            ratios = [
+                one.times_ms[TTFT][what] / other.times_ms[TTFT][what]
+                for one, other in zip(runs, servers[limit], strict=True)
+            ]
+            lines.append(f"{what} {TTFT}, of the limit's: {median_and_spread(ratios, '.2f')}")
     return "\n".join(lines)
 
 

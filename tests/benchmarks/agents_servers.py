@@ -23,8 +23,10 @@ LIMIT = "pool for all"
 BLOCK_BYTES = 32 << 10
 """Of a block of one KV cache group of the tiny models: two layers, two heads of 32 float32."""
 STEP_TOKENS = 2048
+MAMBA_STATES = 3
+"""Blocks that a request and its prefix take."""
 
-Kind = Literal["llama", "gemma3"]
+Kind = Literal["llama", "gemma3", "mamba"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Sizes:
     def pool_blocks(self, kind: Kind) -> int:
         """Return the blocks of the smaller pool: it holds the longest context at least."""
         least = count_prompt_blocks(
-            kind,
+            "llama" if kind == "mamba" else kind,
             self.context_tokens_max,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=STEP_TOKENS,
@@ -62,7 +64,7 @@ class Sizes:
 
     def limit_blocks(self, kind: Kind) -> int:
         """Return those of the larger pool, which keeps what windows have passed too."""
-        return (1 if kind == "llama" else 3) * self.num_blocks(kind, self.limit_users)
+        return (3 if kind == "gemma3" else 1) * self.num_blocks(kind, self.limit_users)
 
 
 def context_blocks(kind: Kind, num_tokens: float) -> float:
@@ -71,8 +73,8 @@ def context_blocks(kind: Kind, num_tokens: float) -> float:
     Gemma-3 has two groups of windows beside the one of full attention.
     """
     num_full = num_tokens / BLOCK_SIZE
-    if kind == "llama":
-        return num_full
+    if kind != "gemma3":
+        return num_full + (MAMBA_STATES if kind == "mamba" else 0)
     return num_full + 2 * min(num_full, DEFAULT_SLIDING_WINDOW / BLOCK_SIZE + 1)
 
 

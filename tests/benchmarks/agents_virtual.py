@@ -10,6 +10,7 @@ import heapq
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,11 +26,27 @@ TOKENS_PER_S = 10_000
 GROUPS: dict[Kind, tuple[str, ...]] = {
     "llama": (f"full@{BLOCK_SIZE}",),
     "gemma3": (f"full@{BLOCK_SIZE}", *[f"window:512@{BLOCK_SIZE}"] * 2),
+    "mamba": (f"full@{BLOCK_SIZE}", f"mamba@{BLOCK_SIZE}"),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a user asks some time after the answer before."""
+
+    prompt: Sequence[int]
+    num_answer_tokens: int
+    think_s: float = 0.0
+
+
 def make_engine(
-    kind: Kind, connector: str, num_blocks: int, num_slots: int, num_tokens_max: int, users: int
+    kind: Kind,
+    connector: str,
+    num_blocks: int,
+    num_slots: int,
+    num_tokens_max: int,
+    users: int,
+    retention_interval: int | None = None,
 ) -> TimedEngine:
     shape = EngineShape(
         groups=GROUPS[kind],
@@ -38,6 +55,7 @@ def make_engine(
         max_batched_tokens=STEP_TOKENS,
         max_seqs=users,
         max_model_len=num_tokens_max + BLOCK_SIZE,
+        retention_interval=retention_interval,
         extra={"min_load_tokens": "auto"},
         connector=connector,
         page_bytes=SLOT_BYTES,
@@ -45,35 +63,45 @@ def make_engine(
     return TimedEngine(shape, TOKENS_PER_S, None)
 
 
-def replay(engine: TimedEngine, conversations: Sequence[Conversation], every_s: float) -> Run:
-    """Let users ask, each what one conversation has; one after another begins."""
-    due = [(user * every_s, user, 0) for user in range(len(conversations))]
+def asks_of(user: int, conversation: Conversation) -> list[Ask]:
+    return [
+        Ask(make_prompt(user, turn, one), one.num_answer_tokens, one.think_s if turn else 0.0)
+        for turn, one in enumerate(conversation.requests)
+    ]
+
+
+def replay(engine: TimedEngine, users: Sequence[Sequence[Ask]], every_s: float) -> Run:
+    """Let users ask, each one thing after the other; one user after another begins."""
+    clock, start_s = engine.clock, engine.clock.now_s
+    counts_before = Counter(engine.counts)
+    due = [(start_s + user * every_s, user, 0) for user in range(len(users))]
     live: dict[str, tuple[float, int, int]] = {}
     waits_s: list[list[float]] = []
     num_prompt = num_computed = 0
     while due or live:
-        while due and due[0][0] <= engine.clock.now_s:
+        while due and due[0][0] <= clock.now_s:
             begin_s, user, turn = heapq.heappop(due)
-            request = conversations[user].requests[turn]
-            name = f"{user}-{turn}"
-            engine.send(name, make_prompt(user, turn, request), request.num_answer_tokens)
+            ask = users[user][turn]
+            name = f"{start_s}-{user}-{turn}"
+            engine.send(name, ask.prompt, ask.num_answer_tokens)
             live[name] = begin_s, user, turn
-            num_prompt += request.num_tokens
+            num_prompt += len(ask.prompt)
         if not live:
             engine.idle_until(due[0][0])
             continue
         num_computed += engine.step()
         for name in [name for name in live if name not in engine.scheduler.requests]:
             begin_s, user, turn = live.pop(name)
-            requests, now_s = conversations[user].requests, engine.clock.now_s
-            first_s, num_more = engine.first_token_s[name], requests[turn].num_answer_tokens - 1
+            asks, now_s = users[user], clock.now_s
+            first_s, num_more = engine.first_token_s[name], asks[turn].num_answer_tokens - 1
             num_computed -= num_more
             waits_s.append(
                 [first_s - begin_s, (now_s - first_s) / max(1, num_more), now_s - begin_s]
             )
-            if turn + 1 < len(requests):
-                heapq.heappush(due, (now_s + requests[turn + 1].think_s, user, turn + 1))
-    return _make_run(engine, waits_s, num_prompt, num_computed)
+            if turn + 1 < len(asks):
+                heapq.heappush(due, (now_s + asks[turn + 1].think_s, user, turn + 1))
+    counts = engine.counts - counts_before
+    return _make_run(counts, clock.now_s - start_s, waits_s, num_prompt, num_computed)
 
 
 def make_prompt(user: int, turn: int, request: Request) -> list[int]:
@@ -86,7 +114,11 @@ def make_prompt(user: int, turn: int, request: Request) -> list[int]:
 
 
 def _make_run(
-    engine: TimedEngine, waits_s: list[list[float]], num_prompt: int, num_computed: int
+    counts: Counter[str],
+    took_s: float,
+    waits_s: list[list[float]],
+    num_prompt: int,
+    num_computed: int,
 ) -> Run:
     times = {
         name: {
@@ -96,10 +128,10 @@ def _make_run(
         for name, column in zip(TIMES, 1e3 * np.array(waits_s).T, strict=True)
     }
     counters: Counter[str] = Counter()
-    for name, count in engine.counts.items():
+    for name, count in counts.items():
         counters[f"safe_offload_{name.partition('{')[0]}"] += count  # without labels
-    num_host = engine.counts[Count.LOADED_TOKENS]
+    num_host = counts[Count.LOADED_TOKENS]
     num_gpu = max(0, num_prompt - num_host - num_computed)
     counters.update(external_kv_transfer=num_host, local_compute=num_computed)
     counters.update(local_cache_hit=num_gpu)
-    return Run(len(waits_s), len(waits_s) / engine.clock.now_s, times, dict(counters))
+    return Run(len(waits_s), len(waits_s) / took_s, times, dict(counters))

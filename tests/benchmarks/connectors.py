@@ -7,13 +7,19 @@ return: prompts A, B, C, A, B, C, C go one by one to a KV pool of 1.6 prompts, a
 busy: a prompt that is on the host comes back among three new ones of its length, all at once.
 locking: prompts of 512 tokens while the host memory is made ready, and afterwards.
 restart: prompts A, B, C; then an engine over the same directory is asked for them.
+preempted: four prompts of half the length at once, with answers that the pool has no room for.
+sleep: a prompt, sleep and wake-up, the prompt again, and once more from the GPU.
+soak: prompts return at random, several at once, and every load is compared with its checksum.
+sigterm: how long an idle engine takes to end.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
+import signal
 import statistics
 import tempfile
 import time
@@ -49,6 +55,11 @@ SETTLE_S = 0.5
 """After a prompt was seen for the first time, for its stores."""
 READY, WANTED = "vllm:safe_offload_slots", "vllm:safe_offload_configured_slots"
 
+PREEMPTED, LOADED = "vllm:num_preemptions", "vllm:safe_offload_loaded_tokens"
+WRONG = tuple(
+    f"vllm:safe_offload_{name}"
+    for name in ("transfer_failures", "overdue_transfers", "contained_errors", "retired_slots")
+)
 CAUSE = re.compile(r"\b(?!RuntimeError: Engine core)\w+(?:Error|Exception): .+")
 
 Samples = dict[str, dict[str, list[float]]]
@@ -241,11 +252,111 @@ def measure_restart(options: BenchOptions, _: Sequence[str], folder: Path) -> Fo
     return Found(samples, left_out, num_different)
 
 
+def measure_preempted(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    with running(names, options, folder) as (engines, absent):
+        for index, name in in_turns(engines, options.rounds):
+            generator = random.Random(f"{options.seed}/preempted/{index}")
+            prompts = [random_prompt(generator, options.prompt_tokens // 2) for _ in range(4)]
+            asked = (prompts, options.prompt_tokens // 16)
+            all_s, num_preempted = engines[name].call(ask_at_once, asked, TIMEOUT_S)
+            if index:
+                note(samples, name, all_answers=all_s, preempted_from=num_preempted)
+    return Found(samples, absent, 0)
+
+
+def ask_at_once(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float]:
+    """Return the seconds until all are answered, and how many were preempted meanwhile."""
+    before, begin_s = read_metric(engine, PREEMPTED), time.perf_counter()
+    generate(engine, asked[0], [asked[1]] * len(asked[0]))
+    return time.perf_counter() - begin_s, read_metric(engine, PREEMPTED) - before
+
+
+def read_metric(engine: Any, *names: str) -> float:
+    return float(sum(one.value for one in engine.get_metrics() if one.name in names))
+
+
+def measure_sleep(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    num_different = 0
+    with running(["ours"], options, folder) as (engines, absent):
+        for index, name in in_turns(engines, options.rounds):
+            question = bench_engine.make_question(options, index, 0)
+            first = engines[name].call(answer, question, TIMEOUT_S)
+            took_s = engines[name].call(sleep_and_wake, SETTLE_S, TIMEOUT_S)
+            woken, own = (engines[name].call(answer, question, TIMEOUT_S) for _ in range(2))
+            num_different += woken.token_ids != own.token_ids
+            note(samples, name, first=first.ttft_s, sleep_and_wake=took_s, woken=woken.ttft_s)
+            note(samples, name, tokens_from_the_host=woken.num_host_tokens)
+    return Found(samples, absent, num_different)
+
+
+def sleep_and_wake(engine: Any, settle_s: float) -> float:
+    time.sleep(settle_s)
+    begin_s = time.perf_counter()
+    engine.sleep(level=1)
+    engine.wake_up()
+    return time.perf_counter() - begin_s
+
+
+def measure_soak(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    num_failed = 0
+    with running(["ours"], options, folder, verify="load") as (engines, absent):
+        for index, name in in_turns(engines, options.rounds):
+            generator = random.Random(f"{options.seed}/soak/{index}")
+            lengths = [options.prompt_tokens // generator.randint(1, 4) for _ in range(8)]
+            prompts = [random_prompt(generator, length) for length in lengths]
+            asked = (generator.choices(prompts, k=40), options.answer_tokens)
+            all_s, num_loaded, failed = engines[name].call(ask_again, asked, TIMEOUT_S)
+            num_failed += failed > 0
+            note(samples, name, all_answers=all_s, tokens_from_the_host=num_loaded)
+    num_loaded = sum(sum(one["tokens from the host"]) for one in samples.values())
+    return Found(samples, absent, num_failed + (not num_loaded))
+
+
+def ask_again(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float, float]:
+    """Return the seconds, the tokens loaded, and what went wrong so far, by the counters."""
+    before, begin_s = read_metric(engine, LOADED), time.perf_counter()
+    for first in range(0, len(asked[0]), 4):
+        some = asked[0][first : first + 4]
+        generate(engine, some, [asked[1]] * len(some))
+    took_s = time.perf_counter() - begin_s
+    return took_s, read_metric(engine, LOADED) - before, read_metric(engine, *WRONG)
+
+
+def measure_sigterm(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    left_out: dict[str, str] = {}
+    for _round in range(options.rounds):
+        with running(["ours"], options, folder) as (engines, absent):
+            left_out |= absent
+            for name, engine in engines.items():
+                engine.call(answer, bench_engine.make_question(options, 0, 0), TIMEOUT_S)
+                note(samples, name, ended_after=engine.call(terminate, None, TIMEOUT_S))
+    return Found(samples, left_out, 0)
+
+
+def terminate(engine: Any, _: None) -> float:
+    """Return how long the engine's process took to end."""
+    (process,) = engine.llm_engine.engine_core.resources.engine_manager.processes
+    begin_s = time.perf_counter()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(TIMEOUT_S / 2)
+    if process.is_alive():
+        raise SafeOffloadError("an idle engine did not end on SIGTERM")
+    return time.perf_counter() - begin_s
+
+
 SCENARIOS = {
     "return": measure_return,
     "busy": measure_busy,
     "locking": measure_locking,
     "restart": measure_restart,
+    "preempted": measure_preempted,
+    "sleep": measure_sleep,
+    "soak": measure_soak,
+    "sigterm": measure_sigterm,
 }
 
 

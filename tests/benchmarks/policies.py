@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.hit_curve import FACTORS, NO_RATES, HitCurve
+from safe_offload.scheduler.cache.policies import POLICIES
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import NUM_RUNNING, Replay, best_possible, replay
 from tests.benchmarks.policy_report import Cost, Curve, by_trace, draw, make_report

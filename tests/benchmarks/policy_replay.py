@@ -51,7 +51,7 @@ class HostModel:
         num_gpu_blocks: int,
         num_running: int = NUM_RUNNING,
     ) -> None:
-        self._keys: dict[int, bytes] = {}
+        self._keys: list[bytes | None] = [None] * num_slots
         self._policy = make_policy(num_slots, self._keys)
         self._num_running = num_running
         self._now_s = 0.0
@@ -90,7 +90,7 @@ class HostModel:
         granted = [self._empty.pop() for _ in range(min(count, len(self._empty)))]
         evicted = self._policy.evict(count - len(granted), self._now_s)
         for slot in evicted:
-            key = self._keys.pop(slot, None)
+            key, self._keys[slot] = self._keys[slot], None
             if key is None or self._leases[slot]:
                 raise InvariantError("I1", f"slot {slot} was evicted though it is empty or leased")
             del self._slots[key]

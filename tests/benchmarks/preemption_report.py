@@ -167,6 +167,6 @@ def _describe_method(options: dict[str, Any]) -> str:
         "answers once; the rest was lost to another preemption before it was computed again.\n"
         "host share: from host, of what the GPU did not have (from host and again). saved: 1 - "
         "again / again without connector. rescued: blocks stored because their request was "
-        "preempted; postponed: hits not used because too many blocks waited for loads."
+        "preempted; postponed: hits put off because too many blocks waited for loads."
     )
     return "\n".join(textwrap.fill(paragraph, 100) for paragraph in text.split("\n"))

@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
+from safe_offload.scheduler.cache.policies import POLICIES
 from tests.benchmarks import policies
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.policy_replay import HostModel, Replay, best_possible, replay

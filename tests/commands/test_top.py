@@ -26,6 +26,7 @@ from safe_offload.observe.counters import (
     LOAD_WAIT_S,
     TIER_SERIES,
     Count,
+    of_tenant,
 )
 from safe_offload.observe.metrics import GAUGES, OffloadPromMetrics, OffloadStats
 from safe_offload.protocol import FailureReason
@@ -164,6 +165,19 @@ def test_tiers_have_rows_of_their_own(server, capsys):
     assert "tier 2 LEFT ALONE, not written: the log says why holds 0 bytes -" in text
     assert "written 10.00 MiB" in text
     assert "blocks not written 8 0/s full 8" in text
+
+
+def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
+    server.start_metrics(tenants=str(tmp_path))
+    for engine in (0, 1):
+        gauges = {of_tenant("used_bytes", "chat"): 3 << 20, of_tenant("used_bytes", "rest"): 0}
+        gauges |= {of_tenant("guaranteed_bytes", "chat"): 2 << 20}
+        counts = {of_tenant("hit_tokens", "chat"): 500, of_tenant("evicted_blocks", "rest"): 4}
+        server.metrics.observe(OffloadStats.of(counts, gauges, {}, None).data, engine)
+    text = shown(server, capsys)
+    assert "chat 6.00 MiB, 4.00 MiB guaranteed hit tokens 1,000 0/s missed tokens 0 0/s" in text
+    assert "rest 0 bytes, 0 bytes guaranteed" in text
+    assert "evicted blocks 8" in text
 
 
 def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):

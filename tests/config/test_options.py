@@ -20,7 +20,7 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import GIB, KIB, MIB, format_bytes
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.policies import POLICIES
 from tests import config_table
 
 SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "max_inflight_bytes")

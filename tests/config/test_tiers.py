@@ -34,7 +34,7 @@ def test_a_tier_is_a_url_and_what_else_is_written():
     written = {"capacity": "1TiB", "namespace": "blue", "model_version": "7", "store": "evicted"}
     limits = {"max_bytes_per_s": "500MB", "wait_s": 0.5, "timeout_s": 3, "threads": 8}
     assert tier(**written, **limits) == TierConfig(
-        Location("file", "/mnt/nvme/kv"), 1 << 40, "blue", "7", True, 500_000_000, 0.5, 3.0, 8
+        Location("file", "/mnt/nvme/kv"), 1 << 40, "blue", "7", "evicted", 500_000_000, 0.5, 3.0, 8
     )
 
 
@@ -176,7 +176,7 @@ def test_urls_that_name_servers_and_buckets(url, location, label):
         ({"url": URL, "wait_s": 0}, '["tiers"][0]["wait_s"] = 0: it is not more than 0'),
         ({"url": URL, "timeout_s": "5"}, '["tiers"][0]["timeout_s"] = "5"'),
         ({"url": URL, "capacity": 1}, '["tiers"][0]["capacity"] = 1: 1 bytes is too small'),
-        ({"url": URL, "store": "all"}, 'Allowed: "computed", "evicted"'),
+        ({"url": URL, "store": "all"}, 'Allowed: "computed", "evicted", "hit"'),
         ({"url": URL, "threads": 0}, '["tiers"][0]["threads"] = 0: it is too small'),
         ({"url": URL, "namespace": 3}, '["tiers"][0]["namespace"] = 3'),
         ({"url": URL, "model_version": "a\n"}, "cannot be printed"),
@@ -211,6 +211,7 @@ def test_a_place_is_one_tier_whoever_logs_in():
     [
         ("store", None, "evicted", "evicted"),
         ("store", "evicted", "computed", "evicted"),
+        ("store", "hit", "evicted", "hit"),
         ("model_version", "7", None, "7"),
         ("model_version", "", "8", "8"),
     ],
@@ -248,4 +249,4 @@ def test_tiers_of_one_kind_are_read():
     found = read({"url": "file:///a", **alike}, {"url": "file:///b", **alike, **other})
     assert [tier.model_version for tier in found] == ["7", "8"]
     assert [tier.hmac_key_file for tier in found] == ["/a.key", "/b.key"]
-    assert all(tier.stores_evicted for tier in found)
+    assert all(tier.store == "evicted" for tier in found)

@@ -130,6 +130,9 @@ def run(
     waiting = [step for step in steps if (step.small if small else step.command)]
     waiting = [step for step in waiting if small or step.num_gpus <= facts.num_gpus]
     waiting = [step for step in waiting if not results.read(step).is_over]
+    for step in [step for step in waiting if step.lacks]:
+        say(f"{step.name}: left out ({step.lacks})")
+        waiting.remove(step)
     for step in sorted(waiting, key=lambda step: results.read(step).tries):
         left_s = budget.left_s() - STOP_S
         if step.estimate_s > left_s:
@@ -265,6 +268,10 @@ def start_time_of(pid: int) -> int | None:
 def render(steps: Sequence[Step], results: Results) -> str:
     """Return the whole report: what ran where, the tables, and the ends of logs of what failed."""
     found = [results.read(step) for step in steps]
+    found = [
+        replace(one, verdict=f"left out ({step.lacks})") if step.lacks and not one.tries else one
+        for step, one in zip(steps, found, strict=True)
+    ]
     machines = list({tuple(one.facts.items()): one.facts for one in found if one.facts}.values())
     num_passed = sum(one.verdict == PASSED for one in found)
     lines = ["# safe_offload on a GPU", "", f"{num_passed} of {len(steps)} steps passed.", ""]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,18 @@ ROOT = Path(__file__).parents[2]
 FIGURES = "figures.json"
 GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 """What vLLM does by default, with torch.compile; written down, so that a change of that is seen."""
-SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+SPECULATIVE: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
+}
+NOTHING: Mapping[str, Any] = {}
+SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
+SANITIZER = "compute-sanitizer"
+TRACES = next(
+    (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
+     if (file := up / "shared/traces/agents.json.gz").is_file()),
+    ROOT / "shared/traces/agents.json.gz",
+)  # fmt: skip
+"""Recorded agents; `shared` lies in the checkout or beside it."""
 SMALL = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
 
 
@@ -24,6 +37,7 @@ class Step:
         command: with a GPU; `{folder}` is where it may leave what is to be kept.
         small: the same, so small that it runs on the CPU; empty if nothing of it can.
         num_gpus: that it needs.
+        lacks: what this machine has not, without which it is left out; "" if nothing.
     """
 
     name: str
@@ -31,6 +45,7 @@ class Step:
     command: tuple[str, ...]
     small: tuple[str, ...] = ()
     num_gpus: int = 1
+    lacks: str = ""
 
 
 def find_gpu_tests() -> list[Path]:
@@ -69,10 +84,11 @@ def make_steps(python: str) -> list[Step]:
         *words: str,
         tiny: str = "llama",
         only: tuple[str, ...] = ("none", "ours"),
+        gpu_only: Mapping[str, Any] = NOTHING,
         **engine_args: Any,
     ) -> Step:
         sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
-        arguments = ("--engine-args", json.dumps(GRAPHS | engine_args))
+        arguments = ("--engine-args", json.dumps({**GRAPHS, **gpu_only, **engine_args}))
         small_arguments = ("--engine-args", json.dumps(engine_args)) if engine_args else ()
         what = ("--scenario", scenario)
         logs = ("--logs", "{folder}")
@@ -80,6 +96,18 @@ def make_steps(python: str) -> list[Step]:
         full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
         return bench(name, estimate_s, "connectors", *full, small=small)
 
+    def agents(users: int, scale: int) -> Step:
+        """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
+        name, words = f"agents-{users}", ("agents_engine", "--traces", str(TRACES), "--logs")
+        sizes = ("--prompt-tokens", str(256_000 // scale), "--rounds", "2", "--cpu-bytes", "16GiB")
+        full = (*words, "{folder}", "--shape", "llama", "--users", str(users), "--scale")
+        full = (*full, str(scale), *sizes, "--engine-args", json.dumps(GRAPHS))
+        small = ("--traces", str(TRACES), "--logs", "{folder}", "--users", "3", "--turns", "3",
+                 "--scale", "256", *SMALL, "--only", "none", "ours")  # fmt: skip
+        step = bench(name, 240, *full, small=small)
+        return replace(step, lacks="" if TRACES.is_file() else f"no {TRACES.name} in shared/traces")
+
+    sanitized = tests(ROOT / "tests/gpu/test_contents.py", SANITIZER)
     llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
     quick = ("--blocks", "4", "--copy-rounds", "3")
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
@@ -101,6 +129,13 @@ def make_steps(python: str) -> list[Step]:
         connectors("return-mla", 150, "return", "mla", tiny="deepseek"),
         bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
+        agents(16, 4),
+        agents(64, 16),
+        connectors("async", 150, "return", "llama", async_scheduling=True),
+        connectors("preempted", 180, "preempted", "llama"),
         connectors("restart", 120, "restart", "llama"),
-        tests(ROOT / "tests/gpu/test_contents.py", "compute-sanitizer"),
+        connectors("soak", 240, "soak", "llama", "--rounds", "10"),
+        connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
+        connectors("sigterm", 100, "sigterm", "llama", only=("ours",)),
+        replace(sanitized, lacks="" if shutil.which(SANITIZER) else f"no {SANITIZER} here"),
     ]

@@ -96,6 +96,7 @@ def hunt(mutant: Mutant, num_seeds: int) -> Outcome:
 
 def run_tests(mutant: Mutant) -> Outcome:
     """Run the tests that must notice a mutant."""
+    os.environ["SAFE_OFFLOAD_TEST_PATIENCE_S"] = "20"  # most mutants that are caught hang a test
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         status = pytest.main(["-x", "-p", "no:cacheprovider", *mutant.tests])
     if status is pytest.ExitCode.TESTS_FAILED:

@@ -5,18 +5,29 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from safe_offload.observe.counters import BYTES, COUNTERS, HISTOGRAMS, TIER_SERIES
+from safe_offload.observe.counters import (
+    BYTES,
+    COUNTERS,
+    HISTOGRAMS,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
+    TIER_SERIES,
+)
 from safe_offload.observe.metrics import GAUGES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 
 TIER = TIER_SERIES[0]
-COUNTER_NAMES = {series.metric for series in (*COUNTERS, *TIER.counters)}
+COUNTER_NAMES = {
+    *(series.metric for series in (*COUNTERS, *TIER.counters)),
+    *(f"tenant_{name}" for name in TENANT_COUNTERS),
+}
 HISTOGRAM_NAMES = {
     *(s.metric for s in HISTOGRAMS.values() if s.buckets is not BYTES),
     *(s.metric for s in TIER.seconds.values()),
 }
 GAUGE_NAMES = {*GAUGES, *(s.metric for s in TIER.gauges), "info"}
+GAUGE_NAMES |= {f"tenant_{name}" for name in TENANT_GAUGES}
 NAMES = COUNTER_NAMES | HISTOGRAM_NAMES | GAUGE_NAMES
 
 

@@ -420,3 +420,24 @@ def test_a_request_is_queued_in_vllms_times_until_its_load_has_landed(make_rig):
     rig.hold_copies(False)
     rig.drain()
     assert recorded == ["SCHEDULED"]
+
+
+def test_what_nixl_writes_meanwhile_is_not_kept_as_what_was_there(make_rig):
+    """A block is given, while its store runs, to a prompt that another machine writes.
+
+    A fence lets the GPU's own streams wait, and no stream writes this block.
+    """
+    rig = make_rig(num_blocks=12, remote="first", has_streams=True)
+    rig.start()
+    rig.hold_copies(True)
+    rig.add("a", rig.prompt(33, 1), max_tokens=1)
+    rig.run_until_finished("a")
+    assert rig.planner.gauges()["stores_in_flight"]
+    rig.kv_transfer_params = {"do_remote_prefill": True}
+    rig.add("b", rig.prompt(41, 2), max_tokens=1)
+    rig.step_until(lambda: rig.scheduler.requests["b"].status.name == "WAITING_FOR_REMOTE_KVS")
+    rig.hold_copies(False)
+    rig.finish(b=1)
+    assert num_failed(rig.counts, "store") >= 1
+    rig.kv_transfer_params = None
+    assert rig.run_alone("again", rig.prompt(33, 1)) == 0, "torn words were kept"

@@ -357,11 +357,11 @@ class SimBackend:
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
         """See `ProvableBackend.use`: there is one."""
 
-    def mark(self) -> int:
+    def mark(self) -> int | None:
         self.device.check_alive()
-        return self.device.num_enqueued
+        return self.device.num_enqueued if self.device.options.has_streams else None
 
-    def issue(self, copy: Copy, after: int) -> SimCopy:
+    def issue(self, copy: Copy, after: int | None) -> SimCopy:
         memory = self.device.memory
         is_inside = 0 <= copy.block_ids.min() <= copy.block_ids.max() < len(
             memory.gpu
@@ -370,6 +370,7 @@ class SimBackend:
             raise TransferError(FailureReason.BAD_PLAN, "an id lies outside the memory")
         if self._is_closed:
             raise TransferError(FailureReason.NOT_RUNNING, "the backend was closed")
+        after = self.device.num_enqueued if after is None else after
         return self.device.issue(copy, after, self._loop.create_future())
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:

@@ -30,6 +30,7 @@ from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
 from tests.simulator.findings import Findings
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.model_runner import Batch, ModelRunner
+from tests.simulator.remote import BROUGHT, SENT_ON, RemoteRank, wrap
 from tests.simulator.stepper import Stepper
 from tests.simulator.tiers import ObjectStore, RankTiers, SimSlots, namespace_of
 from tests.simulator.virtual_loop import Clock, VirtualLoop
@@ -71,7 +72,10 @@ class EngineCore(Stepper):
         )
         self.clock = clock if clock is not None else Clock()
         self.engine = engine
-        with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
+        with (
+            patch("safe_offload.connector.monotonic", lambda: self.clock.now_s),
+            patch("safe_offload.config.tenants.TenantsFile.start"),  # it is looked at by hand
+        ):
             super().__init__(shape)
         self.chance = Chance(seed)
         self.findings = Findings()
@@ -87,6 +91,8 @@ class EngineCore(Stepper):
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
         self.runner = ModelRunner(shape, self.scheduler, self.chance, self.findings)
+        for worker in self.workers if shape.remote else ():
+            worker.remote = RemoteRank(self, worker.rank)
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
         self._aggregator = KVOutputAggregator(shape.num_ranks)
@@ -188,8 +194,15 @@ class EngineCore(Stepper):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        **options: Any,
     ) -> Any:
         self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
+        asked = self.chance.choose((None, BROUGHT, SENT_ON), "remote", request_id, self.num_steps)
+        if self.shape.remote and asked:
+            options["kv_transfer_params"] = {
+                asked: True,
+                **(options.get("kv_transfer_params") or {}),
+            }
         return self.send(
             request_id,
             prompt,
@@ -197,6 +210,7 @@ class EngineCore(Stepper):
             arrival_time=self.clock.now_s,
             cache_salt=cache_salt,
             priority=priority,
+            **options,
         )
 
     def abort(self, request_id: str) -> None:
@@ -274,6 +288,8 @@ class EngineCore(Stepper):
             worker.loop.turn()
         device.advance_compute(draw >> 3 & 3)
         device.tick()
+        if worker.remote is not None:
+            worker.remote.tick()
 
     def _finish_step(self, batch: Batch) -> None:
         for worker in self.workers:
@@ -327,6 +343,8 @@ class EngineCore(Stepper):
             ids = getattr(connector_output, name)
             if ids:
                 setattr(connector_output, name, SortedIds(ids))
+        if self.shape.remote:
+            wrap(connector_output, self.scheduler.connector.sub_connectors)
         return output
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ which is how a failing one is shrunk.
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from tests.simulator.device import CopyFault
 from tests.simulator.tiers import TierFault
@@ -53,6 +54,8 @@ class FaultKind(enum.Enum):
     """From now on every call of a rank's backend raises."""
     SQUEEZE = "squeeze"
     """Another owner takes host slots, and gives them back later."""
+    TENANTS = "tenants"
+    """The file of tenants changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,11 @@ class Send:
     max_tokens: int
     priority: int = 0
     salt: str | None = None
+    params: dict[str, Any] | None = None  # kv_transfer_params
 
     def __str__(self) -> str:
         salt = f", salt {self.salt}" if self.salt else ""
+        salt += f", {self.params}" if self.params else ""
         return (
             f"{self.name}: before step {self.step} send {self.request_id}, {len(self.prompt)} "
             f"tokens, {self.max_tokens} wanted, priority {self.priority}{salt}"

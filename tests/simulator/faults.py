@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.protocol import StepReport
 from tests.simulator.device import CopyFault
 from tests.simulator.events import Fault, FaultKind
+from tests.simulator.tenants import TEXTS
 from tests.simulator.tiers import TierFault
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Faults:
                 self._core.workers[fault.rank].device.is_broken = True
             elif fault.kind is FaultKind.FLIP:
                 self._flip(fault)
+            elif fault.kind is FaultKind.TENANTS:
+                self._core.connector.side.file.look(TEXTS[fault.amount % len(TEXTS)])
             elif fault.kind is FaultKind.SQUEEZE:
                 self._slots.squeeze(fault.amount)
                 last = self._give_back_at[-1] if self._give_back_at else 0

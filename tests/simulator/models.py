@@ -49,6 +49,7 @@ class Recipe:
         replays: sliding windows are computed again after a hit, where the model's code can do so.
         checkpoints: a step may leave a Mamba state in its middle, as FlashKDA does.
         match_units: hits may end at so many places inside a block, where there are states.
+        tensor_ranks: of each pipeline stage.
     """
 
     model: str
@@ -60,6 +61,8 @@ class Recipe:
     replays: bool = False
     checkpoints: bool = False
     match_units: int = 1
+    tensor_ranks: int = TENSOR_RANKS
+    is_small: bool = True  # tokens are divided, for the simulator
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def _attention(recipe: Recipe, block: int, heads: int, size: int, window: int = 
     """`Attention.get_kv_cache_spec`."""
     what: dict[str, Any] = {
         "block_size": block,
-        "num_kv_heads": max(1, heads // TENSOR_RANKS),
+        "num_kv_heads": max(1, heads // recipe.tensor_ranks),
         "head_size": size,
         "dtype": torch.float8_e4m3fn if recipe.is_fp8 else torch.bfloat16,
         "kv_quant_mode": kv.get_kv_quant_mode("fp8" if recipe.is_fp8 else "auto"),
@@ -156,11 +159,12 @@ def _state(recipe: Recipe, block: int, shapes: Sequence[Any], page_bytes: int | 
 
 def _kda(recipe: Recipe, heads: int) -> Any:
     num_spec = recipe.num_draft_tokens
-    return MambaStateShapeCalculator.kda_state_shape(TENSOR_RANKS, heads, 128, num_spec=num_spec)
+    sizes = (recipe.tensor_ranks, heads, 128)
+    return MambaStateShapeCalculator.kda_state_shape(*sizes, num_spec=num_spec)
 
 
 def _gdn(recipe: Recipe, value_heads: int) -> Any:
-    sizes = (TENSOR_RANKS, 16, value_heads, 128, 128, 4, recipe.num_draft_tokens)
+    sizes = (recipe.tensor_ranks, 16, value_heads, 128, 128, 4, recipe.num_draft_tokens)
     return MambaStateShapeCalculator.gated_delta_net_state_shape(*sizes)
 
 
@@ -262,6 +266,26 @@ def _gpt_oss(recipe: Recipe, block: int) -> Layers:
         yield "draft", _attention(recipe, block, 8, 64)
 
 
+def _llama(recipe: Recipe, block: int) -> Layers:
+    for layer in range(32):
+        yield f"layers.{layer}", _attention(recipe, block, 8, 128)
+
+
+def _gemma(num_layers: int, heads: tuple[int, int], sizes: tuple[int, int], *served: Any) -> Layers:
+    """Five layers with a window and one without, in turns; `heads` and `sizes` of both kinds."""
+    recipe, block = served
+    for layer in range(num_layers):
+        kind = int(layer % 6 == 5)
+        window = 0 if kind else 1024
+        yield f"layers.{layer}", _attention(recipe, block, heads[kind], sizes[kind], window)
+
+
+def _deepseek_v32(recipe: Recipe, block: int) -> Layers:
+    for layer in range(61):
+        yield f"layers.{layer}", _mla(recipe, block, 576)
+        yield f"layers.{layer}.indexer", _indexer(block)
+
+
 def _pages(shapes: Callable[[Recipe, int], Any], heads: int, token: Callable[[Recipe], Any]) -> Any:
     """See `Model.page_bytes`."""
     return lambda recipe: (
@@ -343,6 +367,29 @@ MODELS = {
     ),
 }
 
+MORE_MODELS = {
+    "llama-3.1": Model(
+        "meta-llama/Llama-3.1-8B; vllm/model_executor/models/llama.py", _llama, 16, 16
+    ),
+    "gemma-3": Model(
+        "google/gemma-3-27b-it; vllm/model_executor/models/gemma3.py",
+        functools.partial(_gemma, 62, (16, 16), (128, 128)),
+        16,
+        16,
+    ),
+    "gemma-4": Model(
+        "gemma4 of 48 layers, as in NousResearch/hermes-agent#109551; "
+        "vllm/model_executor/models/gemma4.py",
+        functools.partial(_gemma, 48, (8, 1), (256, 512)),
+        16,
+        16,
+    ),
+    "deepseek-v3.2": Model(
+        "deepseek-ai/DeepSeek-V3.2; vllm/models/deepseek_v32", _deepseek_v32, 64, 64
+    ),
+}
+"""Models of which the simulator has no profiles."""
+
 
 # ---- groups -------------------------------------------------------------------------------------
 
@@ -353,12 +400,14 @@ class ModelCache:
 
     Attributes:
         kv_cache_config: as vLLM's scheduler gets it.
+        worker_config: as its workers get it, which know each layer of a group.
         block_tokens: `block_size` of the engine.
         hash_tokens: of one hash of a request.
         num_replicas: ranks of `TENSOR_RANKS` that hold the same.
     """
 
     kv_cache_config: Any
+    worker_config: Any
     block_tokens: int
     hash_tokens: int
     num_replicas: int
@@ -391,22 +440,23 @@ def make_cache(recipe: Recipe, config: Any, num_bytes: int = 0) -> ModelCache:
     Raises:
         Exception: what vLLM raises where it refuses the model.
     """
-    model = MODELS[recipe.model]
+    model = (MODELS | MORE_MODELS)[recipe.model]
     block = model.real_block_tokens(recipe)
     config.model_config.hf_config.model_type = recipe.model.translate(MODEL_TYPE)
     config.cache_config.block_size = block
     # The DeepSeek-V4 indexer can be read in these only; for the others it is one of several.
     config.cache_config.kv_cache_layout = "BLHNC"
-    kv_cache_config = generate_scheduler_kv_cache_config(
-        get_kv_cache_configs(config, [dict(model.layers(recipe, block))], [num_bytes or 1 << 50])
-    )
+    layers = dict(model.layers(recipe, block))
+    worker_configs = get_kv_cache_configs(config, [layers], [num_bytes or 1 << 50])
+    kv_cache_config = generate_scheduler_kv_cache_config(worker_configs)
     groups = kv_cache_config.kv_cache_groups
     cacheable = [g.kv_cache_spec for g in groups if g.kv_cache_spec.prefix_cacheable]
     return ModelCache(
         kv_cache_config,
+        worker_configs[0],
         block,
         math.gcd(*(s.block_size * _ranks(s, recipe) for s in cacheable)) // recipe.match_units,
-        kv_cache_groups_tp_replicas(groups, TENSOR_RANKS, recipe.decode_ranks),
+        kv_cache_groups_tp_replicas(groups, recipe.tensor_ranks, recipe.decode_ranks),
     )
 
 
@@ -420,7 +470,12 @@ def small_cache(recipe: Recipe, cache: ModelCache) -> ModelCache:
     ]
     kv_cache_config = replace(cache.kv_cache_config, kv_cache_groups=groups)
     hash_tokens = int(cache.hash_tokens * by * recipe.match_units) // recipe.match_units
-    return ModelCache(kv_cache_config, small_tokens, hash_tokens, cache.num_replicas)
+    return replace(
+        cache,
+        kv_cache_config=kv_cache_config,
+        block_tokens=small_tokens,
+        hash_tokens=hash_tokens,
+    )
 
 
 def _ranks(spec: Any, recipe: Recipe) -> int:

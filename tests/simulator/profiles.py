@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
+from tests.simulator.tenants import TENANTS_FILE
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import EngineShape
 
@@ -49,6 +50,7 @@ class Workload:
         num_resets: most resets.
         num_reused_ids: most request ids that are used again.
         num_salts: cache salts; 1 for none.
+        has_wishes: clients ask for pins, give hints, and for nothing to be left.
     """
 
     num_requests: int = 48
@@ -63,6 +65,7 @@ class Workload:
     num_resets: int = 3
     num_reused_ids: int = 4
     num_salts: int = 1
+    has_wishes: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,9 @@ _TOGETHER = Workload(
     num_resets=6,
 )
 _MANY_IDS: FaultCounts = {FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40}
+
+_SALTED = Workload(num_requests=60, num_stems=3, num_salts=4, stem_tokens=40, num_aborts=6)
+_RETUNED: FaultCounts = {FaultKind.TENANTS: 6}
 
 PROFILES: dict[str, Profile] = {
     "plain": Profile("one rank, full attention, no faults", copy_ticks_max=0),
@@ -282,10 +288,70 @@ PROFILES: dict[str, Profile] = {
         copy_ticks_max=24,
         faults=ALL_FAULTS,
     ),
+    "remote-first": Profile(
+        "NIXL's stand-in is asked first: prompts brought and sent on, on a GPU",
+        EngineShape(
+            groups=("full", "window:10"),
+            num_blocks=70,
+            num_slots=90,
+            tensor_ranks=2,
+            is_async=True,
+            has_streams=True,
+            has_events=True,
+            remote="first",
+            remote_failures=0.12,
+        ),
+        Workload(num_aborts=20, num_resets=4, num_reused_ids=8, output_tokens=30),
+        copy_ticks_max=24,
+    ),
+    "remote-last": Profile(
+        "NIXL's stand-in is asked last, copies fail, are refused, stand still",
+        EngineShape(
+            num_blocks=50,
+            num_slots=80,
+            is_v2=True,
+            has_streams=True,
+            remote="last",
+            remote_failures=0.1,
+        ),
+        Workload(num_aborts=20, num_resets=4, num_reused_ids=8, output_tokens=30),
+        copy_ticks_max=24,
+        faults={**COPY_FAULTS, FaultKind.REPORT_TWICE: 3, FaultKind.REPORT_LATE: 2},
+        settles=True,
+    ),
+    "tenants": Profile(
+        "four salts in a host pool that evicts, with guarantees that change",
+        EngineShape(num_slots=48, num_blocks=30, has_events=True, extra={"tenants": TENANTS_FILE}),
+        _SALTED,
+        faults=_RETUNED,
+    ),
+    "tenants-lazy": Profile(
+        "the same with lazy_offload, a window and preemptions on a GPU",
+        replace(
+            _HYBRID,
+            num_blocks=36,
+            is_async=True,
+            has_streams=True,
+            extra={"lazy_offload": True, "tenants": TENANTS_FILE, "eviction_policy": "slru"},
+        ),
+        replace(_SALTED, num_requests=32, output_tokens=40),
+        copy_ticks_max=24,
+        faults={**_RETUNED, **COPY_FAULTS},
+    ),
     "tiers": Profile(
         "a host pool that evicts, a tier that keeps: one engine after another",
         EngineShape(num_slots=60, num_blocks=26, has_events=True, extra=tier_settings()),
         Workload(num_requests=32, num_stems=8, num_steps=120),
+        tiers=(TierOptions(),),
+        num_lives=2,
+    ),
+    "tiers-tenants": Profile(
+        "the same with four salts and guarantees that change",
+        EngineShape(
+            num_slots=60, num_blocks=26, extra={**tier_settings(), "tenants": TENANTS_FILE}
+        ),
+        replace(_SALTED, num_requests=32, num_steps=120),
+        faults={**_RETUNED, TierFault.LOSE: 8, TierFault.STALL: 6},
         tiers=(TierOptions(),),
         num_lives=2,
     ),
@@ -362,5 +428,40 @@ PROFILES: dict[str, Profile] = {
         ),
         num_lives=2,
         num_engines=2,
+    ),
+    "pins": Profile(
+        "pins, hints and requests that leave nothing; a tier takes what was hit",
+        EngineShape(
+            num_slots=60,
+            num_blocks=26,
+            has_events=True,
+            extra={"pin_share": 0.4, "kv_hints": True, **tier_settings(store="hit")},
+        ),
+        Workload(num_requests=28, num_stems=6, num_steps=60, num_resets=2, has_wishes=True),
+        tiers=(TierOptions(),),
+        num_lives=2,
+    ),
+    "pins-tenants": Profile(
+        "pins of four salts, with guarantees that change",
+        EngineShape(
+            num_slots=60,
+            num_blocks=26,
+            extra={"pin_share": 0.4, "kv_hints": True, "tenants": TENANTS_FILE},
+        ),
+        replace(_SALTED, num_requests=32, num_steps=120, num_resets=2, has_wishes=True),
+        faults=_RETUNED,
+    ),
+    "pins-lazy": Profile(
+        "the same with lazy_offload, a window, two ranks on a GPU, copies that fail",
+        replace(
+            _HYBRID,
+            num_blocks=40,
+            tensor_ranks=2,
+            is_async=True,
+            has_streams=True,
+            extra={"pin_share": 0.5, "kv_hints": True, "lazy_offload": True},
+        ),
+        Workload(num_requests=28, num_stems=6, num_steps=90, num_resets=2, has_wishes=True),
+        faults={**COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
     ),
 }

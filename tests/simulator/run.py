@@ -31,6 +31,8 @@ from tests.simulator.workload import events_of, make_events
 TURNS = (1, 1, 2, 5, 30)
 """Steps of an engine, before the seed chooses the next one."""
 STEPS_MAX = 5000
+PINS_S = 1000.0
+"""More than any pin lasts."""
 WAKE_TICKS, WAKES_MAX = 500, 100
 """More than any operation of a tier takes; more than there are, one after the other."""
 
@@ -147,10 +149,18 @@ class Run:
             self._check_answers()
             yield
         self._check_answers()
+        if core.config.pin_share:
+            self._outlive_pins()
         self._wake()
         self.checkers.after_drain()
         if self._is_faultless:
             self.checkers.progress.check_all_went_well()
+
+    def _outlive_pins(self) -> None:
+        """Go on once more when the time of all pins is over."""
+        self.core.clock.advance(PINS_S)
+        self.core.add("later", [1, 2], 1)
+        self.core.drain()
 
     def _wake(self) -> None:
         """Go on once more if tiers have been silent for so long that the engine stepped no more.
@@ -186,6 +196,7 @@ class Run:
                 send.max_tokens,
                 priority=send.priority,
                 cache_salt=send.salt,
+                kv_transfer_params=send.params,
             )
             self._moments.sent(send, request)
             self._wanted[send.request_id] = send

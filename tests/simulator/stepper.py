@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tests.simulator.vllm_setup import EngineShape, as_model_runner, make_scheduler
+from tests.simulator.remote import ours_of
+from tests.simulator.vllm_setup import OURS, EngineShape, as_model_runner, make_scheduler
 
 
 class Stepper:
@@ -25,8 +26,9 @@ class Stepper:
 
     @property
     def connector(self) -> Any:
-        """The scheduler side of the connector; None if there is none."""
-        return self.scheduler.connector
+        """The scheduler side of the connector, ours of several; None if there is none."""
+        connector = self.scheduler.connector
+        return ours_of(connector.sub_connectors) if self.shape.remote else connector
 
     @property
     def pool(self) -> Any:
@@ -45,13 +47,19 @@ class Stepper:
         return request
 
     def make_request(
-        self, prompt: Sequence[int], request_id: str = "", max_tokens: int = 1, **options: Any
+        self,
+        prompt: Sequence[int],
+        request_id: str = "",
+        max_tokens: int = 1,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Any:
         """Make a request that is not sent."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         return Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **options)
 
     def schedule(self) -> Any:
@@ -66,7 +74,9 @@ class Stepper:
         for outputs in by_client.values():
             stats = outputs.scheduler_stats
             if stats is not None and stats.kv_connector_stats:
-                self.counts.update(stats.kv_connector_stats.get("counts", {}))
+                found = stats.kv_connector_stats
+                own = found.get(OURS, {}) if self.shape.remote else found
+                self.counts.update(own.get("counts", {}))
             for item in outputs.outputs:
                 self.answers.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from safe_offload.scheduler.cache import directory
 from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores.stores import Stores
 from tests.digests import digest_of
@@ -62,3 +63,9 @@ def test_a_digest_does_not_change_with_names(monkeypatch):
 def test_a_broken_promise_shows_in_the_line(monkeypatch):
     monkeypatch.setattr(Store, "given_away", lambda _: False)
     assert "seed 0 breaks I6" in digest_of("late-copies", range(1))
+
+
+def test_a_table_that_is_split_finds_what_a_dictionary_finds(monkeypatch):
+    before = digest_of("all-faults", range(1))
+    monkeypatch.setattr(directory, "SPLIT_FROM", 0)
+    assert digest_of("all-faults", range(1)) == before

@@ -13,6 +13,7 @@ from safe_offload.compat import cache_hits, specs
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.scheduler.geometry import GroupGeometry
 from safe_offload.scheduler.loads.admission import Admission
+from safe_offload.scheduler.loads.boundaries import Boundaries
 from safe_offload.scheduler.stores.stores import Stores
 from tests.simulator import recipes
 from tests.simulator.engine_core import EngineCore, random_prompt
@@ -225,6 +226,23 @@ def test_loads_of_long_prompts_run_beside_one_another(name):
         admission.hold(state, num_tokens - 1000)
 
 
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4.1", "glm-5.3-flash", "gpt-oss"])
+def test_windows_and_states_at_positions_take_a_fourth_of_the_rest(name, replays):
+    """A ring has one block however long a prompt is, and is not stored."""
+    cache, config = real_cache(replace(recipe_of(name), replays=replays), NUM_POOL_BYTES)
+    kv_cache_config = replace(cache.kv_cache_config, prefix_cache_retention_interval=0)
+    sizes = specs.resolve_block_sizes(kv_cache_config, config)
+    one_block = replace(kv_cache_config, num_blocks=1)
+    coordinator = cache_hits.make_coordinator(config, one_block, *sizes)
+    boundaries = Boundaries(GroupGeometry(config, kv_cache_config, coordinator), coordinator, 1)
+    groups = cache.groups(1)
+    rest = sum(boundaries.every / g.block_tokens for g in groups if g.kind in ("full", "mla"))
+    windows = sum(-(-(g.size - 1) // g.block_tokens) for g in groups if g.kind == "window")
+    stored = windows + sum(g.kind == "mamba" for g in groups)
+    assert rest / 4 - 1 < stored <= rest / 4
+
+
 @dataclass(eq=False)
 class Waiting:
     """What of a request's state matters to whoever waits for a load."""
@@ -301,6 +319,14 @@ def test_vllm_may_cut_a_hit_or_take_none_of_it(monkeypatch, name, num_left_out):
         assert not findings_of(draw(name, seed), [seed])
         if len(num_cut) > 2:
             break
+
+
+# ---- found by their seeds -----------------------------------------------------------------------
+
+
+def test_what_requests_of_before_a_reset_give_away_is_not_stored():
+    """A look ahead saw their states in vLLM's queue, hashed anew, and lazy stores took them."""
+    assert not findings_of(draw("qwen3-next", 433), [433])
 
 
 # ---- blocks that nobody has zeroed --------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload.protocol import FailureReason, StepPlan, StepReport, Transfer
 from tests.simulator.checkers.taps import tap
+from tests.simulator.remote import split
 
 if TYPE_CHECKING:
     from tests.simulator.engine_core import EngineCore
@@ -70,7 +71,13 @@ class Trace:
             line += f"; copied {batch.copies}"
         zeroed, copies = tuple(batch.zeroed), tuple(batch.copies)
         self.note(line, "step", batch.number, works, preempted, zeroed, copies)
-        self._plan(scheduled.kv_connector_metadata)
+        plan, remote_plan = split(scheduled.kv_connector_metadata)
+        self._plan(plan)
+        for what in ("received", "kept") if remote_plan is not None else ():
+            for move in getattr(remote_plan, what):
+                ids = tuple(tuple(block.block_id for block in table) for table in move.tables)
+                line = f"  {what} {move.request_id} {move.start}+{move.end - move.start}: {ids}"
+                self.note(line, what, move.request_id, move.start, move.end, ids)
 
     def _plan(self, plan: StepPlan) -> None:
         for what, transfers in (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.simulator import remote
 from tests.simulator.groups import PAGE_BYTES, Group
 from tests.simulator.models import ModelCache, Recipe, make_cache, small_cache
 
@@ -47,6 +48,9 @@ class EngineShape:
     max_model_len: int = 2048  # tokens of the longest request
     extra: dict[str, Any] = field(default_factory=dict)  # `kv_connector_extra_config`
     connector: str = OURS  # another connector of vLLM's to compare with, or `NONE`
+    # A stand-in for NIXL beside ours, under MultiConnector: asked "first" or "last"; "" for none.
+    remote: str = ""
+    remote_failures: float = 0.0  # how many of its transfers fail on a rank
     failure_policy: str = "recompute"  # what vLLM does with a request whose load failed
     has_events: bool = False  # KV events are on
     page_bytes: int = PAGE_BYTES  # of a block, as vLLM is told
@@ -109,12 +113,13 @@ def _base_config(connector: str) -> Any:
 
 @functools.cache
 def cache_of(recipe: Recipe) -> ModelCache:
-    """The KV cache of a simulated model.
+    """The KV cache of a model, as it is simulated.
 
     Raises:
         Exception: what vLLM raises where it refuses the model.
     """
-    return small_cache(recipe, real_cache(recipe)[0])
+    cache = real_cache(recipe)[0]
+    return small_cache(recipe, cache) if recipe.is_small else cache
 
 
 def real_cache(recipe: Recipe, num_bytes: int = 0) -> tuple[ModelCache, Any]:
@@ -205,6 +210,12 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
     page = shape.page_bytes
+    if shape.recipe is not None and not shape.recipe.is_small:
+        cache = cache_of(shape.recipe).kv_cache_config
+        block = max(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        config = real_cache(shape.recipe, shape.num_blocks * block)[0].kv_cache_config
+        config.prefix_cache_retention_interval = shape.retention_interval
+        return config
     if shape.recipe is not None:
         groups = cache_of(shape.recipe).kv_cache_config.kv_cache_groups
     else:
@@ -271,6 +282,8 @@ def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = make_config(shape)
+    if shape.remote:
+        config.kv_transfer_config = remote.beside(config.kv_transfer_config, shape.remote)
     kv_cache_config = make_kv_cache_config(shape)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from safe_offload.connector import SafeCPUOffloadConnector
-from safe_offload.protocol import StepPlan
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.loop_thread import Main
 from safe_offload.worker.transfers import Transfers
 from tests.simulator.device import Device
+from tests.simulator.remote import RemoteRank, split
 from tests.simulator.virtual_loop import VirtualLoop
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -143,11 +143,13 @@ class Worker:
     defers_finalize: bool  # stores are started behind the report, as with speculative decoding
     is_last_stage: bool  # of the pipeline; on the others V1 never gets to a deferred finalize
     pause: Callable[[int], None]  # lets some time pass; called between any two hooks
+    remote: RemoteRank | None = None  # another connector's, beside ours
     num_steps: int = field(default=0)
 
-    def run(self, plan: StepPlan, forward: Forward, finished_req_ids: set[str]) -> StepResult:
+    def run(self, metadata: Any, forward: Forward, finished_req_ids: set[str]) -> StepResult:
         """One step, from the connector's first hook to its last."""
         self.num_steps += 1
+        plan, remote_plan = split(metadata)
         if self.is_v2:
             self._write_early(forward)
             self.connector.handle_preemptions(plan)
@@ -160,6 +162,8 @@ class Worker:
         num_operations = self.device.num_enqueued
         self.pause(self.rank)
         self.connector.start_load_kv(None)
+        if self.remote is not None:
+            self.remote.start(remote_plan)
         self.pause(self.rank)
         if not self.defers_finalize:
             self.connector.wait_for_save()
@@ -191,6 +195,11 @@ class Worker:
 
     def _result(self, finished_req_ids: set[str], num_operations: int) -> StepResult:
         results = self.connector.get_transfer_results(finished_req_ids)
+        if self.remote is not None:
+            sent, received, failed = self.remote.report()
+            results.finished_sending.update(sent)
+            results.finished_recving.update(received)
+            results.failed_recving.update(failed)
         return StepResult(
             results.finished_sending,
             results.finished_recving,

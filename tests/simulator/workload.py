@@ -1,6 +1,9 @@
 """From a profile and a seed to the events of a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 from tests.simulator.chance import Chance
 from tests.simulator.device import CopyFault
@@ -72,9 +75,27 @@ def _make_requests(profile: Profile, chance: Chance) -> list[Send]:
                 stream.randint(1, workload.output_tokens),
                 priority=stream.randrange(3) if profile.shape.is_priority else 0,
                 salt=f"s{salt}" if salt else None,
+                params=_make_params(stream) if workload.has_wishes else None,
             )
         )
     return _with_reused_ids(requests, workload.num_reused_ids, chance)
+
+
+def _make_params(stream: Random) -> dict[str, Any] | None:
+    """What a client asks for beside its tokens: half of them nothing."""
+    kind = stream.choice(("pin", "pin", "nothing", "hint", *[""] * 4))
+    if kind == "pin":
+        return {"pin_s": stream.choice((0, 1, 5, 20, 60))}
+    if kind == "nothing":
+        return {"store": "nothing"}
+    if kind == "hint":
+        action = {
+            "action_type": stream.choice(("kv.fetch", "kv.retain", "kv.demote", "kv.share")),
+            "action_version": "1.0",
+            "payload": {"ttl_s": stream.choice((0, 3, 30))},
+        }
+        return {"kv_hints": {"protocol_version": "0.1", "actions": [action]}}
+    return None
 
 
 def _with_reused_ids(requests: Sequence[Send], count: int, chance: Chance) -> list[Send]:
@@ -83,15 +104,7 @@ def _with_reused_ids(requests: Sequence[Send], count: int, chance: Chance) -> li
         first = chance.below(len(ordered) // 2, "reused", index)
         again = chance.between(len(ordered) // 2, len(ordered) - 1, "again", index)
         send = ordered[again]
-        ordered[again] = Send(
-            send.name,
-            send.step,
-            ordered[first].request_id,
-            send.prompt,
-            send.max_tokens,
-            send.priority,
-            send.salt,
-        )
+        ordered[again] = replace(send, request_id=ordered[first].request_id)
     return ordered
 
 

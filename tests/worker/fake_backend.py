@@ -20,8 +20,8 @@ import numpy.typing as npt
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath
+from tests.worker.waiting import PATIENCE_S
 
-PATIENCE_S = 250.0
 SLOT_BYTES = 100
 ONE_COPY = SLOT_BYTES
 """A bound that lets one copy of one block run at a time."""

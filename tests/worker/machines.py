@@ -16,7 +16,8 @@ from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from tests.simulator.vllm_setup import EngineShape
 from tests.worker.copies.fake_device import FakeGpu
-from tests.worker.tensor_core import NUM_LAYERS, PATIENCE_S
+from tests.worker.tensor_core import NUM_LAYERS
+from tests.worker.waiting import PATIENCE_S
 
 DELAY_S_MAX = 0.01
 SLOTS_PER_SLAB = 16

@@ -24,7 +24,6 @@ from tests.simulator.vllm_setup import EngineShape
 
 NUM_LAYERS = 5
 WORD_BYTES = 8
-PATIENCE_S = 250.0
 Report = Callable[[str], None]
 
 

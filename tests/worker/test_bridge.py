@@ -313,6 +313,20 @@ def test_a_store_after_the_forward_takes_what_the_forward_wrote(worker, order):
     assert worker.read_block(6)[0] == 44
 
 
+def test_without_streams_a_load_ends_beside_the_forward(worker):
+    worker.write_block(4, 44)
+    worker.step(StepPlan(stores_after_forward=(Transfer(1, (4,), (4,)),)))
+    worker.settle()
+    seen = []
+
+    def forward() -> None:
+        wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
+        seen.append(worker.read_block(6)[0])
+
+    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)), forward)
+    assert seen == [44]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_fenced_store_before_the_forward_takes_what_was_there_before(worker, order):
     worker.write_block(4, 40)
@@ -451,7 +465,11 @@ def test_a_failed_load_is_named_once_in_its_step_or_the_next(worker):
     assert worker.step(EMPTY_PLAN) == ()
 
 
-def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(worker):
+def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(
+    make_worker, monkeypatch
+):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
     plan = StepPlan(
         loads=(transfer(1),),
         stores_before_forward=(transfer(2),),
@@ -460,6 +478,8 @@ def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(w
     worker.bridge.handle_preemptions(plan)
     worker.bridge.bind_connector_metadata(plan)
     worker.bridge.clear_connector_metadata()
+    worker.loop.flush()
+    backend.complete_all()
     cancelled = FailureReason.CANCELLED
     assert worker.settle() == {1: cancelled, 2: None, 3: cancelled, 4: cancelled}
 
@@ -470,7 +490,7 @@ def test_transfers_of_a_step_that_told_nothing_are_cancelled_by_the_next(worker)
     )
     worker.step(StepPlan(stores_after_forward=(transfer(3),)))
     cancelled = FailureReason.CANCELLED
-    assert worker.settle() == {1: cancelled, 2: cancelled, 3: None}
+    assert worker.settle() == {1: None, 2: cancelled, 3: None}, "the load had begun"
 
 
 def test_a_transfer_that_cannot_be_queued_is_reported_once(make_worker, monkeypatch):

@@ -55,8 +55,8 @@ def test_nothing_starts_while_asleep_and_all_is_served_after_waking(worker):
     assert worker.read_block(3) == [20, 21, 22], "what was stored before is still there"
 
 
-def test_a_plan_that_was_not_begun_is_cancelled_by_sleep(worker):
-    worker.register()
+def test_a_plan_that_was_not_begun_is_cancelled_by_sleep(worker, monkeypatch):
+    faked(worker, monkeypatch)
     worker.bridge.bind_connector_metadata(StepPlan(loads=(Transfer(1, (3,), (5,)),)))
     worker.bridge.unregister_kv_caches()
     worker.bridge.start_load_kv()

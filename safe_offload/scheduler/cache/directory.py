@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
@@ -12,11 +14,45 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.cache.events import KvEvents, NoEvents
 
 
+SPLIT_FROM = 1 << 18
+"""Slots from which on a table is many dictionaries: one makes itself anew in 25 ms, as it grows and
+again after as many changes (docs/benchmarks.md: large hosts)."""
+
+
 class Key(NamedTuple):
     """What a slot is found under."""
 
     group_idx: int
     block_hash: bytes
+
+
+class SplitTable(MutableMapping[bytes, int]):
+    """256 dictionaries, by the first byte of a hash: none takes long to make itself anew."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[bytes, int]] = [{} for _ in range(256)]
+
+    def __getitem__(self, block_hash: bytes) -> int:
+        return self._parts[block_hash[0]][block_hash]
+
+    def __setitem__(self, block_hash: bytes, slot: int) -> None:
+        self._parts[block_hash[0]][block_hash] = slot
+
+    def __delitem__(self, block_hash: bytes) -> None:
+        del self._parts[block_hash[0]][block_hash]
+
+    def __contains__(self, block_hash: Any) -> bool:
+        return block_hash in self._parts[block_hash[0]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain.from_iterable(self._parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def get(self, block_hash: bytes, default: Any = None) -> Any:
+        """Return the slot, or the default."""
+        return self._parts[block_hash[0]].get(block_hash, default)
 
 
 class Directory:
@@ -30,7 +66,8 @@ class Directory:
     Attributes:
         tables: for each group, slots by block hash: those that can be found, and those that are
             being stored. Read only.
-        hashes: by slot, its hash in the tables. Read only.
+        hashes: by slot, its hash in the tables, or None. Read only.
+        num_held: slots that have one. Read only.
         being_stored: slots that cannot be found yet. Read only.
         version: changes when a slot can be found that could not, or the other way round.
         num_forgets: how often slots were forgotten that may be leased.
@@ -43,10 +80,14 @@ class Directory:
         self.events = events
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
-        self.tables: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
-        self.hashes: dict[int, bytes] = {}
+        make = dict if num_slots < SPLIT_FROM else SplitTable
+        self.tables = tuple[MutableMapping[bytes, int], ...](make() for _ in range(num_groups))
+        self.hashes: list[bytes | None] = [None] * num_slots
+        self.num_held = 0
         self.version = self.num_forgets = self.epoch = 0
         self._groups = bytearray(num_slots)
+        self.group_of = self._groups.__getitem__
+        """Returns the KV cache group of what a slot holds."""
         self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
         self.being_stored: set[int] = set()
@@ -67,7 +108,8 @@ class Directory:
             more_keys: by such a hash, what else the block is known under.
         """
         self.being_stored.update(slots)
-        self.hashes.update(zip(slots, hashes, strict=True))
+        any(map(self.hashes.__setitem__, slots, hashes))  # None each: all of it runs
+        self.num_held += len(slots)
         self.tables[group_idx].update(zip(hashes, slots, strict=True))
         if self._has_groups:
             for slot in slots:
@@ -117,13 +159,12 @@ class Directory:
         """Return what each slot holds that can be found."""
         return {
             slot: Key(self._groups[slot], block_hash)
-            for slot, block_hash in self.hashes.items()
+            for slot, block_hash in self._held()
             if slot not in self.being_stored
         }
 
-    def group_of(self, slot: int) -> int:
-        """Return the KV cache group of what a slot holds."""
-        return self._groups[slot]
+    def _held(self) -> Iterator[tuple[int, bytes]]:
+        return ((slot, held) for slot, held in enumerate(self.hashes) if held is not None)
 
     def all_keys(self) -> list[Key]:
         """Return all that is found, or being stored, under each of its keys."""
@@ -132,7 +173,7 @@ class Directory:
     def _keys_of(self, slots: Iterable[int]) -> Iterator[Key]:
         """Yield the keys of some slots, in their order; none of one that was forgotten."""
         for slot in slots:
-            block_hash = self.hashes.get(slot)
+            block_hash = self.hashes[slot]
             if block_hash is not None:
                 yield Key(self._groups[slot], block_hash)
                 yield from self._more_keys.get(slot, ())
@@ -143,9 +184,12 @@ class Directory:
         """Slots that are in the tables are overwritten: drop every key of theirs."""
         self.version += 1
         self.events.removed(self._keys_of(slots))
-        groups, tables, hashes = self._groups, self.tables, map(self.hashes.pop, slots)
+        groups, tables = self._groups, self.tables
+        hashes: list[Any] = list(map(self.hashes.__getitem__, slots))
+        deque(map(self.hashes.__setitem__, slots, repeat(None)), maxlen=0)
+        self.num_held -= len(hashes)
         if not self._has_groups:
-            list(map(tables[0].pop, hashes))
+            deque(map(tables[0].pop, hashes), maxlen=0)
         else:
             for slot, block_hash in zip(slots, hashes, strict=True):
                 del tables[groups[slot]][block_hash]
@@ -156,30 +200,33 @@ class Directory:
 
     def forget(self, slots: Iterable[int]) -> list[int]:
         """Drop every key of some slots, leased or not; return those that had one."""
-        held = [slot for slot in slots if slot in self.hashes]
+        held = [slot for slot in slots if self.hashes[slot] is not None]
         self.num_forgets += 1
         self.being_stored.difference_update(held)
         self.remove(held)
         return held
 
     def forget_all(self) -> list[int]:
-        """Begin a new epoch with empty tables; return the slots that were in them."""
+        """Begin a new epoch with empty tables; return those that were filled, the last first."""
         self.epoch += 1
-        return self.forget(list(self.hashes))
+        return self.forget(range(len(self.hashes) - 1, -1, -1))
 
     def mend(self, leased: Iterable[int]) -> None:
         """After an error: rebuild the tables, without what was being stored without a lease."""
         for slot in self.being_stored.difference(leased):
-            self.hashes.pop(slot, None)
-        self.being_stored &= self.hashes.keys()
+            self.hashes[slot] = None
+        held = dict(self._held())
+        self.num_held = len(held)
+        self.being_stored &= held.keys()
         self._more_keys.clear()
         for table in self.tables:
-            table.clear()
-        for slot, block_hash in self.hashes.items():
+            for block_hash in [*table]:
+                del table[block_hash]
+        for slot, block_hash in held.items():
             self.tables[self._groups[slot]][block_hash] = slot
 
     def __repr__(self) -> str:
-        return f"<Directory of epoch {self.epoch}: {len(self.hashes)} slots>"
+        return f"<Directory of epoch {self.epoch}: {self.num_held} slots>"
 
     def check_invariants(self, leased: set[int]) -> None:
         """Compare the tables with each other, and what is being stored with what is leased.
@@ -189,8 +236,11 @@ class Directory:
         """
         if not self.being_stored <= leased:
             raise InvariantError("I5", "a slot that is being stored is not leased")
-        num_names = len(self.hashes) + sum(map(len, self._more_keys.values()))
+        num_names = self.num_held + sum(map(len, self._more_keys.values()))
         if sum(map(len, self.tables)) != num_names:
             raise InvariantError("I6", "two slots are to be found under one key")
-        if any(self.tables[self._groups[s]].get(h) != s for s, h in self.hashes.items()):
+        held = list(self._held())
+        if len(held) != self.num_held:
+            raise InvariantError("I6", "slots that hold something are counted wrong")
+        if any(self.tables[self._groups[s]].get(h) != s for s, h in held):
             raise InvariantError("I6", "a slot cannot be found under its own key")

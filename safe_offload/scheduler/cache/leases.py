@@ -24,6 +24,8 @@ class LeaseKind(enum.Enum):
     """Its slots are being filled from a tier, or were, for requests that have not matched yet."""
     SPILL = "spill"
     """Its slots are being written to a tier."""
+    PIN = "pin"
+    """A client wants a prompt to stay for a time after its last use."""
 
 
 class Lease:

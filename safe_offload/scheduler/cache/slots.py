@@ -6,13 +6,17 @@ number, from 0. A call takes many at once: a long prompt has thousands, and vLLM
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import filterfalse, repeat
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.eviction import EvictionPolicy
+
+NEW_SLOTS = 4096
+"""Listed at once, as a list of all takes a step's time and 40 bytes a slot."""
 
 
 class SlotPool:
@@ -32,13 +36,14 @@ class SlotPool:
         # What follows is mutable, and only this class changes it, and the policy with it. A usable
         # slot is leased, or it is evictable (it is in the directory), or else it is empty.
         self.num_usable = 0
+        self._num_new = 0  # the last of the usable slots, which are empty and not in this list:
         self._empty: list[int] = []  # the last one is taken first
         self._evictable = policy
         self._now_s = 0.0
         self._leased: set[int] = set()
         self._more_leases: Counter[int] = Counter()  # of a slot, beyond the first
         self._retired: set[int] = set()
-        self._hit: set[int] = set()  # what they hold has been loaded
+        self._was_hit = bytearray(num_slots)  # 1: what it holds has been loaded
 
     @property
     def num_leased(self) -> int:
@@ -48,12 +53,17 @@ class SlotPool:
     @property
     def num_empty(self) -> int:
         """Slots that hold nothing and can be granted."""
-        return len(self._empty)
+        return len(self._empty) + self._num_new
 
     @property
     def num_free(self) -> int:
-        """What a grant can take."""
-        return len(self._empty) + len(self._evictable)
+        """Slots that nothing leases."""
+        return self.num_usable - len(self._leased)
+
+    @property
+    def num_grantable(self) -> int:
+        """What a grant can take for those that are served."""
+        return self.num_free
 
     @property
     def num_retired(self) -> int:
@@ -65,10 +75,12 @@ class SlotPool:
 
         Fewer than before changes nothing.
         """
-        opened = range(self.num_usable, min(num_usable, self.num_slots))
-        if opened:
-            self._empty[:0] = reversed(opened)
-            self.num_usable = opened.stop
+        opened = max(0, min(num_usable, self.num_slots) - self.num_usable)
+        self.num_usable += opened
+        self._num_new += opened
+
+    def serve(self, salt: str | None) -> None:
+        """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
     def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
@@ -83,12 +95,22 @@ class SlotPool:
         granted.reverse()
         del self._empty[-count:]
         if len(granted) < count:
+            if self._num_new:
+                self._list_new(count - len(granted) + NEW_SLOTS)
+                self._leased.update(granted)
+                return granted + SlotPool.grant(self, count - len(granted))
             evicted = self._evictable.evict(count - len(granted), self._now_s)
             self._count_evicted(evicted)
             self.directory.remove(evicted)
             granted += evicted
         self._leased.update(granted)
         return granted
+
+    def _list_new(self, count: int) -> None:
+        """Put the next of the new slots into the list of empty ones, to be taken last."""
+        first = self.num_usable - self._num_new
+        self._num_new -= (count := min(count, self._num_new))
+        self._empty[:0] = range(first + count - 1, first - 1, -1)
 
     def lease(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once: none is evicted until it is released."""
@@ -131,18 +153,19 @@ class SlotPool:
             slots = last
         self._leased.difference_update(slots)
         hashes = self.directory.hashes
-        if all(map(hashes.__contains__, slots)):
+        if None not in map(hashes.__getitem__, slots):
             self._evictable.release(slots[::-1], self._now_s)
         else:
-            filled = [slot for slot in reversed(slots) if slot in hashes]
+            filled = [slot for slot in reversed(slots) if hashes[slot] is not None]
             self._evictable.release(filled, self._now_s)
-            self._empty += [slot for slot in reversed(slots) if slot not in hashes]
+            self._empty += [slot for slot in reversed(slots) if hashes[slot] is None]
 
     def evict_first(self, slots: Sequence[int]) -> None:
         """Let those of the slots that are evictable go before all others, in this order."""
         hashes = self.directory.hashes
         self._evictable.hurry(
-            [slot for slot in slots if slot in hashes and slot not in self._leased], self._now_s
+            [slot for slot in slots if hashes[slot] is not None and slot not in self._leased],
+            self._now_s,
         )
 
     def next_evicted(self, count: int) -> list[int]:
@@ -158,7 +181,7 @@ class SlotPool:
         self._forgotten(self.directory.forget_all())
 
     def _forgotten(self, slots: list[int]) -> None:
-        self._hit.difference_update(slots)
+        self._mark(slots, 0)
         self._evictable.forget(slots)
         self._empty += [slot for slot in slots if slot not in self._leased]
 
@@ -173,6 +196,8 @@ class SlotPool:
         usable = (slot for slot in slots if 0 <= slot < self.num_usable)
         retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
         self._retired.update(retired)
+        if any(slot >= self.num_usable - self._num_new for slot in retired):
+            self._list_new(self._num_new)
         self._empty = [slot for slot in self._empty if slot not in self._retired]
         self.lease(retired)
         return retired
@@ -186,23 +211,32 @@ class SlotPool:
         unleased = [slot for slot in range(self.num_usable) if slot not in expected]
         held = self.directory.hashes
         self._evictable.forget(range(self.num_slots))
-        self._evictable.release([slot for slot in unleased if slot in held], self._now_s)
-        self._empty = [slot for slot in reversed(unleased) if slot not in held]
+        filled = [slot for slot in unleased if held[slot] is not None]
+        self._evictable.release(filled, self._now_s)
+        self._empty = [slot for slot in reversed(unleased) if held[slot] is None]
+        self._num_new = 0
 
     def mark_hit(self, slots: Iterable[int]) -> None:
         """A load reads these slots."""
-        self._hit.update(slots)
+        self._mark(slots, 1)
+
+    def _mark(self, slots: Iterable[int], was_hit: int) -> None:
+        deque(map(self._was_hit.__setitem__, slots, repeat(was_hit)), maxlen=0)
+
+    def unread(self, slots: Sequence[int]) -> list[int]:
+        """Return those of the slots that no load has read since they were filled."""
+        return list(filterfalse(self._was_hit.__getitem__, slots))
 
     def set_time(self, now_s: float) -> None:
         """Note the time; only the age of what is evicted depends on it."""
         self._now_s = now_s
 
     def _count_evicted(self, slots: Sequence[int]) -> None:
-        hit = self._hit.intersection(slots)
-        if hit:
-            self._hit -= hit
-            self._counters[Count.EVICTED_BLOCKS_HIT] += len(hit)
-        self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - len(hit)
+        num_hit = sum(map(self._was_hit.__getitem__, slots))
+        if num_hit:
+            self._mark(slots, 0)
+            self._counters[Count.EVICTED_BLOCKS_HIT] += num_hit
+        self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - num_hit
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
 
     def __repr__(self) -> str:
@@ -231,8 +265,9 @@ class SlotPool:
                 )
         self.directory.check_invariants(self._leased)
         unleased = {slot for slot in range(self.num_usable) if slot not in self._leased}
-        held = unleased & self.directory.hashes.keys()
-        if sorted(self._empty) != sorted(unleased - held):
+        held = {slot for slot in unleased if self.directory.hashes[slot] is not None}
+        empty = [*self._empty, *range(self.num_usable - self._num_new, self.num_usable)]
+        if sorted(empty) != sorted(unleased - held):
             raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
         if len(self._evictable) != len(held):
             raise InvariantError("I8", "the evictable slots are not exactly the other free ones")

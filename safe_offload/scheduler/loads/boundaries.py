@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.pending import Load
+    from safe_offload.scheduler.requests import RequestState
 
 SHARE_MAX = 4
 """Positions are so far apart that their windows take at most a fourth of what the rest takes."""
@@ -42,8 +43,9 @@ class Boundaries:
         self._hash_block_size = geometry.hash_block_size
         self._num_step_tokens = num_step_tokens
         self.every = 0
-        needs = cache_hits.boundary_blocks(coordinator)
-        sizes = geometry.group_block_sizes
+        all_needs = cache_hits.boundary_blocks(coordinator)
+        needs = [all_needs[group_idx] for group_idx in geometry.group_ids]
+        sizes = [geometry.group_block_sizes[group_idx] for group_idx in geometry.group_ids]
         blocks_per_token = sum(
             1 / size for size, need in zip(sizes, needs, strict=True) if not need
         )
@@ -56,13 +58,16 @@ class Boundaries:
             )
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
 
-    def part(self, request: Request, parted_at: int) -> None:
+    def part(self, state: RequestState, parted_at: int) -> None:
         """A request computes beyond where others left it."""
-        keep_boundary(request, max(parted_at, kept_boundary(request)))
+        boundary = max(parted_at, kept_boundary(state.request))
+        keep_boundary(state.request, boundary)
+        state.ends_hits_at(boundary)
 
     def end(self, load: Load, parted_at: int) -> None:
         """A load begins: others go on where it ends, or its request leaves others later."""
-        self.part(load.owner.request, max(load.end_hash * self._hash_block_size, parted_at))
+        load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
+        self.part(load.owner, max(load.end_hash * self._hash_block_size, parted_at))
 
     def move(self, request: Request, num_computed_tokens: int) -> None:
         """A request computes on: keep the next position whose whole window is yet to come."""

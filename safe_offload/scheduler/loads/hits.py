@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import compress, filterfalse
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
@@ -21,6 +22,7 @@ from safe_offload.scheduler.loads.boundaries import Boundaries
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
     from safe_offload.scheduler.cache.slots import SlotPool
 
@@ -67,6 +69,19 @@ class Hit:
         for group in self.slots_by_group:
             slots += needed(group, group, NO_SLOT)
         return slots
+
+
+class Ends(NamedTuple):
+    """Windows and states of a request.
+
+    Attributes:
+        spare: that no hit is known to need and no load has read: they were kept in case that
+            another prompt goes on there.
+        needed: by hits, and the request does not hold them.
+    """
+
+    spare: Sequence[int]
+    needed: Sequence[int]
 
 
 class Finder(Protocol):
@@ -184,6 +199,8 @@ class HostHits:
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
+        self._reads_ends = cache_hits.reads_ends(self._coordinator)
+        self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
         self.parted_at = 0
         self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
 
@@ -223,6 +240,26 @@ class HostHits:
                 return None
         as_of = self.directory.version, self.directory.num_forgets
         return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
+
+    def at_ends(self, request: Request, ends: Iterable[int], slots: Sequence[int]) -> Ends:
+        """Sort a request's windows and states by whether a hit is known to need them.
+
+        Args:
+            ends: tokens at which hits of this request end, beside the ends of prompt and answer.
+            slots: that the request holds.
+        """
+        is_found = map(self._reads_ends.__getitem__, map(self.directory.group_of, slots))
+        found = list(dict.fromkeys(compress(slots, is_found)))
+        if len(found) <= self._num_end_blocks and not self.geometry.has_states:
+            return Ends((), ())
+        needed: set[int] = set()
+        for end in {request.num_prompt_tokens - 1, request.num_tokens, *ends}:
+            hit = self.find_hit(request.block_hashes, 0, end)
+            if hit is not None:
+                needed.update(*compress(hit.slots_by_group, self._reads_ends))
+        others = needed.difference(found, (NO_SLOT,))
+        spare = filterfalse(needed.__contains__, self.slots.unread(found))
+        return Ends(list(spare), sorted(others))
 
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int

@@ -94,7 +94,7 @@ class Loads:
         """Find and lease the longest hit of a waiting request (I1).
 
         Returns:
-            Its tokens; None if a load of another request brings the first (see `shared_loads`).
+            Its tokens; None if it waits for loads of other requests (see `shared_loads`).
         """
         request, progress = state.request, self.progress[state]
         if progress.must_compute:
@@ -102,6 +102,9 @@ class Loads:
                 self.drop_hit(state)
             return 0
         wait = progress.wait
+        was_put_off = wait.is_put_off
+        if was_put_off:
+            wait.asked_again(now_s)
         if wait.load is not None and self._shared_loads.goes_on(
             wait, request, num_computed_tokens, now_s
         ):
@@ -125,24 +128,27 @@ class Loads:
             hit = self._hits.find_hit(*wanted)
             if hit is None:
                 if not self._is_plain:
-                    self._boundaries.part(request, self._hits.parted_at)
+                    state.ends_hits_at(num_computed_tokens)
+                    self._boundaries.part(state, self._hits.parted_at)
                     self._boundaries.move(request, num_computed_tokens)
                 return 0
         ledger = self.ledger
         if (ledger.in_flight or ledger.new) and self._begins_to_wait(wait, request, hit, now_s):
             self.drop_hit(state)
             return None
-        num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
-        if hit is not progress.hit and not self._costs.pays(Offer(hit.num_tokens, num_left)):
-            self._counters[Count.UNPAID_HITS] += 1
-            progress.must_compute = True  # decided once, however often vLLM asks
-            self.drop_hit(state)
-            return 0
+        if hit is not progress.hit and not was_put_off:
+            num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
+            if not self._costs.pays(Offer(hit.num_tokens, num_left)):
+                self._counters[Count.UNPAID_HITS] += 1
+                progress.must_compute = True  # decided once, however often vLLM asks
+                self.drop_hit(state)
+                return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
-            self._boundaries.part(request, hit.parted_at)
+            self._boundaries.part(state, hit.parted_at)
             self.drop_hit(state)
-            return 0
+            is_under_way = bool(ledger.in_flight or ledger.new)
+            return None if is_under_way and self._shared_loads.puts_off(wait, now_s) else 0
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
@@ -294,6 +300,10 @@ class Loads:
         progress.must_compute = progress.num_failed >= FAILED_LOADS_MAX
         if progress.wait.stuck_at >= 0:
             progress.wait.unstick()
+
+    def compute_next(self, state: RequestState) -> None:
+        """Another connector's load failed: no hit before the request has run, as in `sent`."""
+        self.progress[state].must_compute = True
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""

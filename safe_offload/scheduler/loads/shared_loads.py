@@ -48,6 +48,7 @@ class Wait:
         newest_id: of the loads that it has waited for.
         num_computed_tokens: on the GPU when its present wait began.
         stuck_at: those that were there when a load landed that made them no more; -1 for none.
+        is_put_off: it waits because loads of others hold too many blocks for its own.
     """
 
     load: Load | None = None
@@ -57,12 +58,18 @@ class Wait:
     newest_id: int = -1
     num_computed_tokens: int = 0
     stuck_at: int = -1
+    is_put_off: bool = False
 
     def begin(self, load: Load, num_computed_tokens: int, now_s: float) -> None:
         """Its request waits for a load from now on."""
         self.load, self.newest_id = load, load.transfer_id
         self.is_called_off = False
         self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
+
+    def asked_again(self, now_s: float) -> None:
+        """Its request was put off, and may be again."""
+        self.waited_s += now_s - self.asked_s
+        self.is_put_off = False
 
     def end(self) -> None:
         """Its request waits no more."""
@@ -108,6 +115,14 @@ class SharedLoads:
             return True
         wait.load = None
         return False
+
+    def puts_off(self, wait: Wait, now_s: float) -> bool:
+        """Whether a request waits, rather than computes, while loads of others hold the blocks.
+
+        They are under way: soon there are more blocks, or too few to compute in either.
+        """
+        wait.asked_s, wait.is_put_off = now_s, wait.waited_s < self._wait_max_s
+        return wait.is_put_off
 
     def find(
         self, wait: Wait, request: Request, num_computed_tokens: int, loads: Iterable[Load]

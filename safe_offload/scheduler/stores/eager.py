@@ -171,17 +171,18 @@ class EagerStores(StorePolicy):
         offers = getattr(block_state, "boundary_state_offloads", None)
         if not offers:
             return
-        blocks = []
         for request_id in output.num_scheduled_tokens:
             state = book.get(request_id)
             if state is None or request_id not in offers:
                 continue
+            blocks = []
             limit = state.limits.store_tokens
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-        for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, self._directory.tables):
-            self._stores.add(missing, None, is_intact=False)
+            tables = self._directory.tables
+            for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, tables):
+                self._stores.add(missing, state, is_intact=False)
 
     def _drop_given_away(self) -> None:
         """Forget of what found no slot what this step writes: it can be stored no more.

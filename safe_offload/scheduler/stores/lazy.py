@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.stores.stores import Stores
 
 
+SWEEP_MIN = 1 << 16
+"""Hashes that are left out, before it is looked which of them the GPU still has."""
+
+
 class LazyStores(StorePolicy):
     """A policy that stores what is about to be evicted. See `StorePolicy`.
 
@@ -70,11 +74,41 @@ class LazyStores(StorePolicy):
         """The last block that `look_ahead` has seen since the last plan."""
         self._avoided: dict[int, bytes] = {}
         """By block id, a hash whose tokens were never computed."""
+        self._left_out: dict[RequestState, int] = {}
+        """Requests of which nothing is stored, and how many of their hashes were looked at."""
+        self._left_out_hashes: set[bytes] = set()
+        self._sweep_at = SWEEP_MIN
+        self._missing = self._unstored  # another one from the first request on that is left out
 
     def __repr__(self) -> str:
         return f"LazyStores({self._num_seen} of {self._num_ahead} blocks seen)"
 
     # ---- the life of a request -----------------------------------------------------------------
+
+    def keep_out(self, state: RequestState) -> None:
+        """See `StorePolicy`; others find what it computes, or what it leaves in the queue, by hash.
+
+        What the GPU has already is of others, who may have it stored.
+        """
+        num_cached = self._gpu.num_cached_tokens(state.request)
+        self._left_out[state] = num_cached // self._geometry.hash_block_size
+        self._missing = self._unstored_of_others
+        if len(self._left_out_hashes) > self._sweep_at:
+            self._sweep()
+
+    @property
+    def num_left_out(self) -> int:
+        """Hashes of which nothing is stored."""
+        return len(self._left_out_hashes)
+
+    def _sweep(self) -> None:
+        """Forget what the GPU has lost and what is not stored in its last moment either."""
+        kept = self._gpu.cached_hashes()
+        for _, hash_objects in self._watched:
+            kept.update(get_block_hash(h) for h in hash_objects if h is not None)
+        length = len(next(iter(self._left_out_hashes)))
+        self._left_out_hashes &= {block_hash[-length:] for block_hash in kept}
+        self._sweep_at = max(SWEEP_MIN, 2 * len(self._left_out_hashes))
 
     def look_ahead(self, num_tokens: int) -> None:
         """See `StorePolicy`; remembers what the request may take, beside what the step takes.
@@ -92,6 +126,11 @@ class LazyStores(StorePolicy):
             self._last_ahead = QueuePlace.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
+    def forget_table(self, state: RequestState) -> None:
+        """See `StorePolicy`; what it gave away in this step may have been seen with a hash."""
+        super().forget_table(state)
+        self._watched = []
+
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
 
@@ -108,6 +147,16 @@ class LazyStores(StorePolicy):
             blocks = tables.get(request_id, ())[first:end]
             if blocks:
                 self._watched.append((blocks, hashes_of(blocks)))
+
+    def store_now(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        if state.phase is Phase.RUNNING:
+            for group_idx in self._geometry.group_ids:
+                tables, nums_hashed = self._gpu.tables_of(group_idx)
+                request_id = state.request.request_id
+                blocks = tables.get(request_id, ())[: nums_hashed.get(request_id, 0)]
+                for missing in self._missing(blocks, hashes_of(blocks)):
+                    self._stores.add(missing, None, is_intact=False)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -184,7 +233,25 @@ class LazyStores(StorePolicy):
         self._last = QueuePlace.of(blocks[-1])
         return self._missing(blocks, hashes_of(blocks))
 
-    def _missing(
+    def _unstored_of_others(
+        self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
+    ) -> list[BlockSet]:
+        """Return what is to be stored of blocks, but for those that are left out."""
+        left_out = self._left_out_hashes
+        for state, first in list(self._left_out.items()):
+            hashes = state.request.block_hashes
+            left_out.update(hashes[first:])
+            self._left_out[state] = len(hashes)
+            if state.finished:
+                del self._left_out[state]
+        length = len(next(iter(left_out), b""))
+        hash_objects = [
+            None if h is not None and get_block_hash(h)[-length:] in left_out else h
+            for h in hash_objects
+        ]
+        return self._unstored(blocks, hash_objects)
+
+    def _unstored(
         self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
         if self._avoided:

@@ -41,6 +41,9 @@ class StorePolicy:
         self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
 
+    def keep_out(self, state: RequestState) -> None:
+        """A request is new, and nothing that it computes is to be stored."""
+
     def look_ahead(self, num_tokens: int) -> None:
         """A request may be scheduled that has a hit of `num_tokens`, on the GPU or here."""
 
@@ -57,6 +60,9 @@ class StorePolicy:
 
     def finish(self, state: RequestState) -> None:
         """A request is about to end; it still has its blocks and its phase."""
+
+    def store_now(self, state: RequestState) -> None:
+        """A request is about to end, and is pinned then: do not wait with what it has computed."""
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""

@@ -174,7 +174,22 @@ class Stores:
     def end(self, state: RequestState) -> None:
         """A request has ended: release its prefix, unless it is still being extended."""
         if state not in self._num_parts:
-            self.release_prefix(state)
+            self._release_whole(state)
+
+    def _release_whole(self, state: RequestState) -> None:
+        """Release the prefix of a request that has ended, with all that its hits need.
+
+        What they do not need goes first: windows and states that are spare.
+        """
+        prefix = self._prefixes.get(state)
+        spare: Sequence[int] = ()
+        if prefix is not None and not self._hits.geometry.is_plain:
+            spare, needed = self._hits.at_ends(state.request, state.hit_ends, prefix.slots)
+            if needed:
+                self._leases.extend(prefix, needed)
+        self.release_prefix(state)
+        if spare:
+            self._hits.slots.evict_first(spare)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -272,8 +287,8 @@ class Stores:
             if phase is Phase.FINISHED and not num_left:
                 ended.append(state)
         part.lease.share(shares)
-        for state in ended:  # releases its whole prefix at once, tail first
-            self.release_prefix(state)
+        for state in ended:  # tail first
+            self._release_whole(state)
 
     # ---- what went wrong -----------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.cache.leases import LeaseBook
     from safe_offload.scheduler.loads.cost import Costs
     from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.pending import Ledger, Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class TierContext:
         hits: what the host has.
         gpu: what vLLM's own cache has.
         leases: where slots come from and are protected.
+        loads: from the host.
         transfer_ids: never gives the same twice.
         costs: of computing and loading.
         counters: what happens is counted here.
@@ -36,6 +38,7 @@ class TierContext:
     hits: HostHits
     gpu: GpuBlocks
     leases: LeaseBook
+    loads: Ledger[Load]
     transfer_ids: Iterator[int]
     costs: Costs
     counters: Counters

@@ -59,7 +59,7 @@ class Fetches:
     def num_slots_left(self) -> int:
         """How many slots may be fetched to now."""
         slots = self._hits.slots
-        return min(slots.num_usable // SHARE - len(self._by_slot), slots.num_free)
+        return min(slots.num_usable // SHARE - len(self._by_slot), slots.num_grantable)
 
     @property
     def has_share(self) -> bool:

@@ -62,7 +62,8 @@ class LookUp:
         user: the request.
         number: those of earlier requests are lower.
         is_asked: vLLM has asked about the request since the look-up began.
-        is_trial: it is not expected to pay, and measures whether that is still so.
+        is_trial: it goes on although it is not expected to pay: a hint asks for it, or it measures
+            whether that is still so.
         is_roomless: there was no slot for what it wants.
         num_computed_tokens: that the GPU's prefix cache had when it was looked at last.
         first_token, end_token: of what tiers may bring, or do.
@@ -199,8 +200,11 @@ class LookUps:
         first_token = self.first_missing(user, num_computed_tokens, end_max)
         num_tokens = end_max - first_token
         offer = Offer(num_tokens, user.request.num_tokens - end_max)
-        is_trial = False
-        if not self._costs.probe_pays(offer, self._hits.geometry.num_blocks_held(num_tokens)):
+        is_trial, num_blocks = (
+            user.limits.is_fetched,
+            self._hits.geometry.num_blocks_held(num_tokens),
+        )
+        if not (is_trial or self._costs.probe_pays(offer, num_blocks)):
             is_trial = self._costs.tries_all_the_same()
             if not is_trial:
                 lookup.end()
@@ -275,6 +279,8 @@ class LookUps:
 
     def _wait_limit_s(self, lookup: LookUp) -> float:
         """Return how long a request may wait in all (I9)."""
+        if lookup.user.limits.is_fetched:
+            return lookup.wait_max_s
         num_tokens = lookup.num_tokens
         num_left = lookup.user.request.num_tokens - lookup.num_computed_tokens - num_tokens
         limit_s = self._costs.wait_max_s(Offer(num_tokens, num_left), lookup.share())

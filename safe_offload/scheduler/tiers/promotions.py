@@ -50,6 +50,7 @@ class Promotions:
             self._lookups.wanting, key=lambda lookup: (not lookup.is_asked, lookup.number)
         )
         for lookup in wanting:
+            self._hits.slots.serve(lookup.user.request.cache_salt)
             if not lookup.is_roomless or self._fetches.num_slots_left > 0:
                 self._begin_for(lookup, generation)
 

@@ -6,8 +6,9 @@ and holds nothing back. Few spills are under way at a time, of a bounded size, a
 until all ranks have read them.
 
 By default all that is stored is spilled. Where tiers take only what the host is about to evict, the
-next slots to go are looked at while free ones are few. What was fetched from a tier is spilled at
-the same moment, to the nearer tiers that keep.
+next slots to go are looked at while free ones are few; where they take only what was hit, the whole
+prefix of each load that begins, since its end is worth nothing without its head. What was fetched
+from a tier is spilled at the same moment, to the nearer tiers that keep.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ class Spills:
     """Blocks that wait to be spilled, and those that are.
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
-    came; the ledger; and, where only what is evicted is spilled, what tiers have of the slots, and
-    as of which version of the directory all that is to be looked at has been.
+    came; the ledger; and, where not all is spilled, what tiers have of the slots, and as of which
+    version of the directory all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
-    Args:
-        context: of the tiers.
-        private: hashes of blocks that are never spilled.
+        Args:
+            context: of the tiers.
+            private: hashes of blocks that are never spilled.
 
-    Attributes:
-        evicted_only: spill what the host is about to evict, not all that it stores.
+        Attributes:
+            looks: in each plan it is looked at what is evicted next, or has been hit.
     """
 
     def __init__(self, context: TierContext, private: Set[bytes]) -> None:
@@ -59,7 +60,10 @@ class Spills:
         num_in_bytes = BATCH_BYTES_MAX // max(1, context.slot_bytes)
         self._batch_max = max(1, min(num_in_bytes, self._num_ahead))
         self._counters = context.counters
-        self.evicted_only = configs[0].stores_evicted
+        store = configs[0].store
+        self._evicted_only, self._hit_only = store == "evicted", store == "hit"
+        self.looks = self._evicted_only or self._hit_only
+        self._loads, self._geometry = context.loads, context.hits.geometry
         # The nearest tier that keeps what comes from those farther away; the last one if none does.
         self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
         self._private = private
@@ -76,7 +80,7 @@ class Spills:
 
     def stored(self, store: Store) -> None:
         """A store that every rank has reported is about to be published."""
-        if store.failure is not None or store.epoch != self._directory.epoch or self.evicted_only:
+        if store.failure is not None or store.epoch != self._directory.epoch or self.looks:
             return
         for part in store.parts:
             slots = part.lease.slots
@@ -89,16 +93,16 @@ class Spills:
     def fetched(self, fetch: Fetch, slots: Iterable[int]) -> None:
         """A fetch has brought blocks that can be found, in these slots."""
         is_kept = fetch.course.tier > self._nearest_kept
-        if not (is_kept or self.evicted_only):
+        if not (is_kept or self.looks):
             return
         directory, message = self._directory, fetch.message
         origins = dict(zip(message.slot_ids, message.origins, strict=True))
         for slot in slots:
-            block_hash = directory.hashes.get(slot)
+            block_hash = directory.hashes[slot]
             if block_hash is None:
                 continue
             origin = origins[slot] if origins[slot] > self._nearest_kept else 0
-            if self.evicted_only:
+            if self.looks:
                 self._spilled[slot] = block_hash, origin
             elif origin:
                 if self._queue.pop(slot, None) is not None:  # what it held before
@@ -111,9 +115,25 @@ class Spills:
         if slots.num_empty >= self._num_ahead or directory.version == self._seen_version:
             return
         self._seen_version = directory.version
-        hashes, spilled = directory.hashes, self._spilled
-        for slot in slots.next_evicted(self._num_ahead):
+        self._offer(slots.next_evicted(self._num_ahead))
+
+    def _look_at_hits(self) -> None:
+        """Queue what the loads that begin read, all before it, and tiers do not have."""
+        for load in self._loads.new:
+            request, end = load.owner.request, load.end_hash * self._geometry.hash_block_size
+            for group_idx in self._geometry.group_ids:
+                num_blocks = end // self._geometry.group_block_sizes[group_idx]
+                hashes = self._geometry.hashes_of(request, group_idx)[:num_blocks]
+                found = map(self._directory.tables[group_idx].get, hashes)
+                self._offer(self._directory.filled([slot for slot in found if slot is not None]))
+
+    def _offer(self, slots: Iterable[int]) -> None:
+        """Queue those of the slots that tiers do not have."""
+        directory, hashes, spilled = self._directory, self._directory.hashes, self._spilled
+        for slot in slots:
             block_hash = hashes[slot]
+            if block_hash is None:
+                continue
             known_hash, origin = spilled.get(slot, (b"", 0))
             if known_hash != block_hash:
                 self._queue[slot] = directory.group_of(slot), block_hash, 0
@@ -126,10 +146,12 @@ class Spills:
         While one spill is under way another is begun only if it is of full size, so that there are
         few of them.
         """
+        if self._hit_only and self._loads.new:
+            self._look_at_hits()
         num_under_way = len(self.ledger)
         if num_under_way >= IN_FLIGHT_MAX:
             return ()
-        if self.evicted_only:
+        if self._evicted_only:
             self._look_ahead()
         if not self._queue or (num_under_way and len(self._queue) < self._batch_max):
             return ()
@@ -160,6 +182,8 @@ class Spills:
         if not slots:
             return None
         known = bytes(origins) if any(origins) else b""
+        if self.looks:  # what tiers will not take is not offered again while the host has it
+            self._spilled.update(zip(slots, zip(hashes, repeat(0)), strict=True))
         transfer_id, ranks = self.ledger.open()
         keys = Keys(bytes(group_ids), tuple(hashes))
         return TierPending(
@@ -187,10 +211,7 @@ class Spills:
         counters[Count.KEPT_BLOCKS] += num_kept
         counters[Count.SPILLED_BLOCKS] += len(written) - num_kept
         counters[Count.DROPPED_SPILLS_REFUSED] += len(slots) - len(written)
-        if self.evicted_only:
-            # What tiers would not take is not offered again as long as the host has it.
-            hashes = self._directory.hashes
-            self._spilled.update((slot, (hashes[slot], 0)) for slot in slots if slot in hashes)
+        if self._evicted_only:
             spill.lease.put_back()
         else:
             spill.lease.release()

@@ -105,7 +105,7 @@ class Tiers:
     def see(self, state: RequestState, *, may_read: bool) -> None:
         """A request is new; if it may read, look it up while it waits for its turn."""
         self.private.see(state.request)
-        if may_read:
+        if may_read and not state.limits.is_brought:
             self.lookups.see(state)
 
     @property
@@ -139,7 +139,7 @@ class Tiers:
         self._is_stuck = now_s - self._last_news_s > self._stuck_s
         is_news_due = is_waiting and not self._is_stuck
         self.plan_again_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
-        self._has_changed = self.spills.evicted_only or self.spills.is_waiting
+        self._has_changed = self.spills.looks or self.spills.is_waiting
         if not (probes or fetches or spills):
             return NO_MESSAGES
         return TierMessages(probes, fetches, spills)

@@ -142,11 +142,14 @@ class PageLock:
                 if available_host_bytes() < self._layout.slab_bytes + HEADROOM_BYTES_MIN:
                     self._run_short()
                     return
+            touching_s = time.monotonic()
             touch(self._slab(index), self._layout.slab_bytes)
             begin_s = time.monotonic()
             if not self._lock(index):
                 return
             locking_s = time.monotonic() - begin_s
+            if not index:
+                self._tell_plan(begin_s - touching_s + locking_s, max(PAUSE_S, locking_s))
             self._num_locked = index + 1
             self._has_begun.set()
         pages = placement.pages_of(self._address, self._layout.size_bytes)
@@ -161,6 +164,15 @@ class PageLock:
             f" Its cores could not be used to place the memory there: {problem}."
             if problem
             else "",
+        )
+
+    def _tell_plan(self, slab_s: float, pause_s: float) -> None:
+        logger.info(
+            "Page-locking %s of host memory in the background, at %.1f GB/s: about %.0f s. What is "
+            "locked is used at once; nothing waits for the rest.",
+            format_bytes(self._layout.size_bytes),
+            self._layout.slab_bytes / 1e9 / (slab_s + pause_s),
+            (self._layout.num_slabs - 1) * (slab_s + pause_s),
         )
 
     def _lock(self, index: int) -> bool:

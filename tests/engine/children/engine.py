@@ -79,9 +79,11 @@ def ask(llm: Any, prompt: Any, num_answer_tokens: int, **more: Any) -> dict[str,
 
 
 def as_vllm_reads(prompt: Any) -> dict[str, Any]:
-    """A prompt: its tokens, or a mapping that has the seed of an image too, None for no image."""
+    """A prompt: its tokens, or a mapping with a salt, or an image's seed, None for no image."""
     if isinstance(prompt, list):
         return {"prompt_token_ids": prompt}
+    if "salt" in prompt:
+        return {"prompt_token_ids": prompt["tokens"], "cache_salt": prompt["salt"]}
     from tests.tiny_vision import make_image
 
     image = None if prompt["image"] is None else make_image(prompt["image"])

@@ -1,9 +1,13 @@
 """The directory: what is found under which hash, from when on, and until when."""
 
+from collections import Counter
+from hashlib import sha256
+from operator import itemgetter
+
 import pytest
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.cache.directory import Directory, Key
+from safe_offload.scheduler.cache.directory import SPLIT_FROM, Directory, Key
 
 
 def hashes_of(names: str) -> list[bytes]:
@@ -26,13 +30,13 @@ def test_what_is_published_is_found_and_changes_the_version():
     version = directory.version
     assert directory.find(0, b"a") is None
     assert directory.find_run(0, hashes_of("abc")) == []
-    assert (len(directory.hashes), len(directory.being_stored)) == (3, 3)
+    assert (directory.num_held, len(directory.being_stored)) == (3, 3)
     directory.publish(slots[:2])
     assert directory.version > version
     assert directory.find_run(0, hashes_of("abc")) == slots[:2]
     assert directory.filled(slots) == slots[:2]
     assert directory.find(0, b"a") == slots[0]
-    assert (len(directory.hashes), len(directory.being_stored)) == (3, 1)
+    assert (directory.num_held, len(directory.being_stored)) == (3, 1)
 
 
 def test_a_run_ends_at_the_first_that_is_missing():
@@ -57,11 +61,11 @@ def test_forgetting_all_begins_another_epoch():
     directory = Directory(4, 2)
     filled(directory, "a")
     directory.begin_store([1], 1, hashes_of("a"), {})
-    assert directory.forget_all() == [0, 1]
+    assert directory.forget_all() == [1, 0]
     assert directory.epoch == 1
     assert directory.kept() == {}
     assert not any(directory.tables)
-    assert (len(directory.hashes), len(directory.being_stored)) == (0, 0)
+    assert (directory.num_held, len(directory.being_stored)) == (0, 0)
 
 
 # ---- blocks that are known under several keys --------------------------------------------------
@@ -88,6 +92,22 @@ def test_a_key_that_another_slot_has_stays_with_it():
     assert [directory.find(0, h) for h in hashes_of("bcd")] == [0, 2, 1]
     directory.forget([1])
     assert [directory.find(0, h) for h in hashes_of("bcd")] == [0, 2, None]
+    directory.check_invariants(set())
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_the_tables_of_a_large_host_are_many_dictionaries_of_one_size(is_large):
+    """One of millions of entries takes a step's time to grow, and again whenever it was churned."""
+    directory = Directory(SPLIT_FROM - (not is_large), 1)
+    hashes = [sha256(b"%d" % index).digest() for index in range(SPLIT_FROM // 8)]
+    directory.begin_store(range(len(hashes)), 0, hashes, {})
+    sizes = Counter(map(itemgetter(0), directory.tables[0]))
+    assert max(sizes.values()) < 1.5 * len(hashes) / 256
+    assert isinstance(directory.tables[0], dict) is not is_large
+    directory.publish(range(len(hashes)))
+    assert directory.find_run(0, hashes) == list(range(len(hashes)))
+    directory.remove(range(0, len(hashes), 2))
+    assert len(directory.tables[0]) == directory.num_held == len(hashes) // 2
     directory.check_invariants(set())
 
 

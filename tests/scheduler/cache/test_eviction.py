@@ -7,14 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from safe_offload.scheduler.cache.eviction import (
-    GHOSTS_MAX,
-    POLICIES,
-    PROTECTED_SHARE,
-    EvictionPolicy,
-    Returns,
-    Slru,
-)
+from safe_offload.scheduler.cache.eviction import PROTECTED_SHARE, EvictionPolicy, Slru
+from safe_offload.scheduler.cache.policies import POLICIES
+from safe_offload.scheduler.cache.returns import GHOSTS_MAX, Returns
 
 NUM_SLOTS = 24
 
@@ -336,15 +331,15 @@ def test_returns_evicts_first_what_a_conversation_has_gone_on_without():
 
 
 def test_returns_learns_of_what_comes_back_after_it_was_evicted():
-    hashes: dict[int, bytes] = {}
+    hashes: list[bytes | None] = [None] * 8
     with_ghosts, without = Returns(8, hashes), Returns(8)
     for policy in (with_ghosts, without):
         for index in range(200):
-            hashes.update({0: b"back", 1: b"b", 2: b"%d" % index, 3: b"o"})
+            hashes[:4] = b"back", b"b", b"%d" % index, b"o"
             policy.release([1, 0], 50.0 * index)  # it has come back, each time too late
             policy.evict(2, 50.0 * index + 1)
     for policy in (with_ghosts, without):
-        hashes.update({0: b"back", 2: b"new"})
+        hashes[0], hashes[2] = b"back", b"new"
         policy.release([0], 10_040.0)
         policy.release([2], 10_041.0)
     assert without.evict(1, 10_045.0) == [0]
@@ -352,7 +347,7 @@ def test_returns_learns_of_what_comes_back_after_it_was_evicted():
 
 
 def test_returns_remembers_a_bounded_number_of_what_it_has_evicted():
-    hashes: dict[int, bytes] = {}
+    hashes: list[bytes | None] = [None] * 4
     policy, sizes = Returns(4, hashes), []
     for index in range(2 * GHOSTS_MAX + 2):
         hashes[0] = b"%08d" % index

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.scheduler.cache.directory import Directory, Key
-from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
+from safe_offload.scheduler.cache.directory import Directory, Key, SplitTable
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
+from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 
 
@@ -23,6 +24,10 @@ def pool_of(
     pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots, directory.hashes), Counters())
     pool.open(num_slots if num_usable is None else num_usable)
     return pool
+
+
+def held_by(pool: SlotPool) -> list[int]:
+    return [slot for slot, held in enumerate(pool.directory.hashes) if held is not None]
 
 
 def hashes_of(*names: str) -> list[bytes]:
@@ -54,6 +59,15 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
     assert pool.directory.version > version
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
+
+
+def test_a_grant_may_be_of_slots_that_were_released_and_of_new_ones():
+    pool = pool_of(6, num_usable=3)
+    first = pool.grant(2)
+    pool.open(6)
+    rest = pool.grant(3)
+    assert (first, rest) == ([0, 1], [2, 3, 4])
+    pool.check_invariants([first, rest])
 
 
 # ---- leases ------------------------------------------------------------------------------------
@@ -239,9 +253,11 @@ KEYS = [Key(group_idx, bytes([n])) for group_idx in range(NUM_GROUPS) for n in r
 class SlotMachine(RuleBasedStateMachine):
     """A pool beside what is known of each slot: who leases it, under which keys it is found."""
 
-    @initialize(policy=st.sampled_from(list(POLICIES)))
-    def start(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(list(POLICIES)), is_split=st.booleans())
+    def start(self, policy: str, is_split: bool) -> None:
         self.pool = pool_of(NUM_SLOTS, NUM_GROUPS, policy, num_usable=0)
+        if is_split:
+            self.pool.directory.tables = tuple(SplitTable() for _ in range(NUM_GROUPS))
         self.num_usable = 0
         self.leases: list[list[int]] = []
         self.retired: set[int] = set()
@@ -314,7 +330,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
-        held = sorted(self.pool.directory.hashes)
+        held = held_by(self.pool)
         if held:
             slots = data.draw(st.lists(st.sampled_from(held), unique=True))
             self.pool.hold(slots)
@@ -323,7 +339,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True))
     def evict_first(self, slots: list[int]) -> None:
         self.pool.evict_first(slots)
-        free = self.pool.directory.hashes.keys() - self.leased()
+        free = {*held_by(self.pool)} - self.leased()
         first = [slot for slot in slots if slot in free]
         assert self.pool.next_evicted(len(first)) == first
 

@@ -401,6 +401,61 @@ def test_when_the_connector_gives_up_nobody_waits_on(make_rig):
         rig.check_tokens(name, 4)
 
 
+# ---- loads that hold too many blocks -----------------------------------------------------------
+
+
+def make_crowded(make_rig: MakeRig) -> Rig:
+    """An engine of a window in which one prefix is being loaded; a second may be computed beside.
+
+    Computed, a prompt takes 22 blocks; a load holds 13, and its request may need 13 more.
+    """
+    rig = make_rig(groups=HYBRID, num_blocks=37, **WIDE)
+    rig.start()
+    for seed in (1, 2):
+        rig.run_alone(f"warm{seed}", rig.prompt(PREFIX_TOKENS + 1, seed), max_tokens=1)
+        rig.forget_gpu_cache()
+    rig.counts.clear()
+    rig.hold_copies(True)
+    for seed in (1, 2):
+        rig.add(f"r{seed}", rig.prompt(PREFIX_TOKENS + 1, seed))
+    rig.planned_step()
+    return rig
+
+
+def test_a_hit_for_which_loads_hold_too_many_blocks_waits_for_them(make_rig):
+    """Else its request computes for all to see what the host has, as in vllm bench serve."""
+    rig = make_crowded(make_rig)
+    assert status(rig, "r1") == "WAITING_FOR_REMOTE_KVS"
+    for _ in range(5):
+        rig.planned_step()
+        assert status(rig, "r2") == "WAITING"
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2"])
+    assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS
+    assert rig.counts["postponed_hits"] > 5
+
+
+def test_it_does_not_wait_for_them_without_end(make_rig):
+    rig = make_crowded(make_rig)
+    began_s = rig.clock.now_s
+    rig.step_until(lambda: status(rig, "r2") == "RUNNING")
+    waited_s = rig.planner.loads.progress[rig.planner.book.get("r2")].wait.waited_s
+    assert waited_s >= WAIT_MAX_S >= rig.clock.now_s - began_s - 2
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2"])
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+
+
+def test_a_hit_that_waits_for_blocks_is_weighed_once(make_rig, monkeypatch):
+    rig = make_crowded(make_rig)
+    monkeypatch.setattr(rig.planner.costs, "pays", lambda _: False)
+    rig.planned_step()
+    assert status(rig, "r2") == "WAITING"
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2"])
+    assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS
+
+
 # ---- the bound ---------------------------------------------------------------------------------
 
 

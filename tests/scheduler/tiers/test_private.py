@@ -34,7 +34,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "embeddings": {"prompt_embeds": torch.ones(NUM_TOKENS, 2)},
 }
 TIER = TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S)
-EVICTED_ONLY = replace(TIER, stores_evicted=True)
+EVICTED_ONLY = replace(TIER, store="evicted")
 
 
 @pytest.fixture(autouse=True)

@@ -176,6 +176,18 @@ def test_a_request_with_another_salt_does_not_find_it(make_tiers):
     rig.check_idle()
 
 
+def test_what_another_connector_brings_is_not_asked_for(make_tiers):
+    """The prompts of a decode engine come from a prefill engine, and wait for no tier."""
+    rig = make_warm(make_tiers)
+    rig.kv_transfer_params = {"do_remote_prefill": True}
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.counts["tier_lookups"] == 0
+    rig.kv_transfer_params = {"do_remote_prefill": False, "do_remote_decode": True}
+    assert rig.run_alone("b", prompt(rig, 2)) == 0, "the GPU has it"
+    rig.drain()
+    rig.check_idle()
+
+
 def test_what_one_rank_lacks_nobody_has(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=3)
     hashes = keys_of(rig)
@@ -617,7 +629,7 @@ def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers):
     rig.check_idle()
 
 
-EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicted=True),)
+EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, store="evicted"),)
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "returns"])
@@ -663,6 +675,45 @@ def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(make_tier
     assert len(hashes - stored(rig)) > 5, "most of it is evicted"
     assert rig.spills
     assert not fetched & set(keys_in(rig.spills))
+    rig.check_idle()
+
+
+HIT = tuple(replace(tier, store="hit") for tier in EVICTED)
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full@8")], ids=str)
+def test_where_only_what_was_hit_is_spilled_it_is_with_all_before_it(make_tiers, groups):
+    rig = make_tiers(groups=groups, num_blocks=150, num_slots=200, tiers=HIT)
+    rig.run_alone("a", rig.prompt(33, 0), max_tokens=1)
+    rig.run_alone("b", rig.prompt(33, 1), max_tokens=1)
+    rig.run_alone("c", [*rig.prompt(33, 0)[:32], 7], max_tokens=1)
+    assert not rig.spills, "the GPU had it"
+    rig.forget_gpu_cache()
+    rig.run_alone("d", rig.prompt(17, 0), max_tokens=1)  # 16 tokens, which the GPU now has
+    rig.run_alone("e", rig.prompt(33, 0), max_tokens=1)
+    rig.run_alone("f", rig.prompt(33, 0), max_tokens=1)
+    rig.drain()
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked)), "each once"
+    assert len(asked) == rig.counts["spilled_blocks"] > 0
+    rig.check_idle()
+    again = make_tiers(groups=groups, num_blocks=150, tier=rig.tier, tiers=HIT)
+    assert again.run_alone("a", rig.prompt(33, 0), max_tokens=1) == 32
+    assert again.run_alone("b", rig.prompt(33, 1), max_tokens=1) == 0
+    again.forget_gpu_cache()
+    assert again.run_alone("a2", rig.prompt(33, 0), max_tokens=1) == 32
+    again.drain()
+    assert not again.spills, "the tier has it already"
+
+
+def test_where_only_what_was_hit_is_spilled_a_refusal_is_the_last_word(make_tiers):
+    rig = make_tiers(tiers=HIT)
+    rig.tier.refused = True
+    for name in "abc":
+        rig.run_alone(name, rig.prompt(33, 0), max_tokens=1)
+        rig.forget_gpu_cache()
+    rig.drain()
+    assert rig.counts['dropped_spill_blocks{reason="refused"}'] == len(keys_in(rig.spills)) == 8
     rig.check_idle()
 
 
@@ -772,7 +823,7 @@ def test_after_a_reset_nothing_is_kept(make_tiers):
 
 
 def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(make_tiers):
-    evicted = tuple(replace(tier, stores_evicted=True) for tier in KEEPING)
+    evicted = tuple(replace(tier, store="evicted") for tier in KEEPING)
     rig = make_far(make_tiers, num_slots=64)
     rig = make_tiers(tier=rig.tier, tiers=evicted, num_slots=64)
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
@@ -1076,6 +1127,62 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert not rig.probes, "at best it would not pay"
     rig.check_idle()
+
+
+FETCH = {
+    "protocol_version": "0.1",
+    "actions": [{"action_type": "kv.fetch", "action_version": "1.0", "payload": {}}],
+}
+HINTED: dict[str, Any] = {"extra": {**AUTO["extra"], "kv_hints": True}}
+
+
+def test_a_hint_has_fetched_what_would_not_pay_before_its_request_comes(make_tiers):
+    """A request of one token warms the host: then the prompt is a hit of host memory."""
+    rig = make_measured(make_tiers, token_s=0.001, **HINTED)
+    for _ in range(8):
+        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
+    rig.kv_transfer_params = {"kv_hints": FETCH}
+    rig.run_alone("warm", prompt(rig, 1), max_tokens=1)
+    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
+    assert rig.counts['hints{action="fetch"}'] == 1
+    rig.kv_transfer_params = None
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a", prompt(rig, 2)) == PREFIX_TOKENS
+    assert len(rig.probes) == 1
+    rig.check_idle()
+
+
+def test_a_request_with_a_hint_waits_until_the_wait_is_over(make_tiers):
+    rig = make_measured(make_tiers, token_s=0.001, **HINTED)
+    rig.tier.held = {"fetch"}
+    rig.kv_transfer_params = {"kv_hints": FETCH}
+    times = times_of_waiting(rig, "a")
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(lambda: "a" not in rig.scheduler.requests)
+    assert WAIT_S - 2 <= times[-1] - times[0] <= WAIT_S
+    rig.finish()
+
+
+def test_of_a_request_that_leaves_nothing_tiers_are_asked_nothing(make_tiers):
+    rig = make_warm(make_tiers)
+    rig.kv_transfer_params = {"store": "nothing"}
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    rig.drain()
+    assert not rig.probes
+    assert not rig.spills
+    assert not stored(rig)
+
+
+def test_a_pin_ends_with_its_engine_and_what_it_kept_comes_from_the_tier(make_tiers):
+    first = make_tiers(extra={"pin_share": 0.3})
+    first.kv_transfer_params = {"pin_s": 600}
+    first.run_alone("a", prompt(first, 0), max_tokens=1)
+    first.drain()
+    assert first.planner.gauges()["pinned_slots"] == NUM_BLOCKS
+    again = make_tiers(tier=first.tier, extra={"pin_share": 0.3})
+    assert again.planner.gauges()["pins"] == 0
+    assert again.run_alone("a", prompt(first, 0), max_tokens=1) == PREFIX_TOKENS
+    again.check_idle()
 
 
 def test_what_does_not_pay_is_tried_now_and_then(make_tiers):

@@ -12,9 +12,11 @@ from tests.simulator.checkers.finishing import FinishChecker
 from tests.simulator.checkers.hits import HitChecker
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.marks import MarkChecker
+from tests.simulator.checkers.pins import PinChecker
 from tests.simulator.checkers.progress import ProgressChecker
 from tests.simulator.checkers.references import ReferenceChecker
 from tests.simulator.checkers.slots import SlotChecker
+from tests.simulator.checkers.tenants import TenantChecker
 from tests.simulator.checkers.tiers import TierChecker
 from tests.simulator.checkers.waits import WaitChecker
 from tests.simulator.engine_core import EngineCore
@@ -24,6 +26,7 @@ class Checkers:
     """All of them, on one engine."""
 
     def __init__(self, core: EngineCore) -> None:
+        self.core = core
         self.ledger = Ledger(core)
         self.hits = HitChecker(core, self.ledger)
         self.references = ReferenceChecker(core, self.ledger)
@@ -35,6 +38,10 @@ class Checkers:
         self.progress = ProgressChecker(core, self.ledger)
         self.waits = WaitChecker(core, self.ledger)
         self.events = EventChecker(core)
+        if core.config.pin_share:
+            self.pins = PinChecker(core, self.ledger)
+        if core.config.tenants is not None:
+            self.tenants = TenantChecker(core)
         if core.stores:
             self.tiers = TierChecker(core, self.ledger)
 
@@ -43,6 +50,8 @@ class Checkers:
         self.references.check()
         self.progress.check()
         self.events.check()
+        if self.core.config.pin_share:
+            self.pins.check()
 
     def after_drain(self) -> None:
         """What must hold when all work has drained."""

@@ -18,8 +18,9 @@ class FinishChecker:
         tap(core.connector, "request_finished_all_groups", self._see_finish)
 
     def _see_finish(self, original: Callable[..., Any], request: Any, blocks: Any) -> Any:
+        asks_for_pin = "pin_s" in (request.kv_transfer_params or ())
         answer = original(request, blocks)
-        if answer != (False, None):
+        if answer[0] or not (asks_for_pin or answer[1] is None):
             raise Finding("I4", f"request_finished of {request.request_id} answers {answer}")
         self._num_finished += 1
         if self._core.chance.happens(0.5, "finish twice", self._num_finished):

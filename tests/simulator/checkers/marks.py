@@ -47,11 +47,11 @@ class MarkChecker:
         self,
         rank: int,
         marks: dict[Ids, set[int]],
-        original: Callable[[Copy, int], Any],
+        original: Callable[[Copy, int | None], Any],
         copy: Copy,
-        after: int,
+        after: int | None,  # None without streams: earlier steps have ended
     ) -> Any:
-        if copy.direction is Direction.LOAD:
+        if copy.direction is Direction.LOAD and after is not None:
             due = marks[tuple(copy.block_ids.tolist()), tuple(copy.slot_ids.tolist())]
             if after < min(due):
                 self._findings.add("I6", f"rank {rank}: a load may begin before earlier steps end")

@@ -1,5 +1,7 @@
 """I7: a request waits for another's load only while that load brings what it lacks, and not long.
 
+It may wait for any load if those under way hold too many blocks for its own.
+
 I9: it waits for tiers only while they are asked for what it lacks, and in all at most its bound.
 
 What is looked at is vLLM's own: its requests, their states, their tokens.
@@ -38,6 +40,7 @@ class _Waiter:
     waited_s: float = 0.0  # in all, for loads for certain
     waited_for_tiers_s: float = 0.0  # in all, while there was no load to wait for
     num_idle_asks: int = 0  # in a row
+    is_put_off: bool = False  # it waits for blocks that loads hold
 
     def end(self) -> None:
         """It waits no more for what it waited for."""
@@ -70,18 +73,31 @@ class WaitChecker:
         self, original: Callable[..., Any], request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         answer: tuple[int | None, bool] = original(request, num_computed_tokens)
+        side = self._core.connector.side
+        progress = side.loads.progress.get(side.book.find(request))
+        is_put_off = answer[0] is None and progress is not None and progress.wait.is_put_off
         waiter = self._waiters.setdefault(id(request), _Waiter(request))
         now_s = self._core.clock.now_s
-        if waiter.waits_for and not waiter.may_be_for_tiers:
+        if waiter.is_put_off or (waiter.waits_for and not waiter.may_be_for_tiers):
             waiter.waited_s += now_s - waiter.asked_s
         if waiter.is_for_tiers:
             waiter.waited_for_tiers_s += now_s - waiter.asked_s
-        waiter.asked_s = now_s
-        if answer[0] is None:
+        waiter.asked_s, waiter.is_put_off = now_s, is_put_off
+        if is_put_off:
+            waiter.end()
+            self._check_put_off(waiter)
+        elif answer[0] is None:
             self._check(waiter, num_computed_tokens)
         else:
             waiter.end()
         return answer
+
+    def _check_put_off(self, waiter: _Waiter) -> None:
+        name = waiter.request.request_id
+        if waiter.waited_s > self._wait_max_s:
+            raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for blocks")
+        if not any(map(self._is_loading, self._core.scheduler.requests.values())):
+            raise Finding("I7", f"{name} waits for blocks, and no load is under way")
 
     def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
         name = waiter.request.request_id
@@ -117,7 +133,10 @@ class WaitChecker:
             raise Finding("I9", f"{name} has waited {waiter.waited_for_tiers_s:.1f} s for tiers")
         waiter.is_for_tiers = True
         hashes = {bytes(block_hash) for block_hash in waiter.request.block_hashes}
-        is_idle = self._has_room and not self._ledger.asks_tiers_for(hashes)
+        slots = self._core.connector.side.hits.slots
+        slots.serve(waiter.request.cache_salt)
+        has_room = self._has_room and slots.num_grantable > 0  # not only for another tenant
+        is_idle = has_room and not self._ledger.asks_tiers_for(hashes)
         waiter.num_idle_asks = waiter.num_idle_asks * is_again + 1 if is_idle else 0
         if waiter.num_idle_asks > IDLE_ASKS_MAX:
             raise Finding("I9", f"{name} waits for tiers, which are not asked for what it lacks")
@@ -129,18 +148,23 @@ class WaitChecker:
 
         A load is known by its request and how often that was preempted before.
         """
-        from vllm.v1.request import RequestStatus
-
         end = num_computed_tokens + 1
         wanted = list(request.all_token_ids[:end])
-        scheduler = self._core.scheduler
-        for other in scheduler.requests.values():
+        for other in self._core.scheduler.requests.values():
             if (
-                other.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-                and other.request_id not in scheduler.finished_recving_kv_req_ids
-                and other.num_computed_tokens >= end
+                other.num_computed_tokens >= end
                 and other.cache_salt == request.cache_salt
                 and list(other.all_token_ids[:end]) == wanted
-                and not self._ledger.has_heard_of_load(other)
+                and self._is_loading(other)
             ):
                 yield id(other), other.num_preemptions
+
+    def _is_loading(self, request: Any) -> bool:
+        """Whether vLLM waits for a load of a request, and will for some time."""
+        from vllm.v1.request import RequestStatus
+
+        return bool(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            and request.request_id not in self._core.scheduler.finished_recving_kv_req_ids
+            and not self._ledger.has_heard_of_load(request)
+        )

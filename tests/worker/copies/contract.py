@@ -23,8 +23,8 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.copies.base import Backend, Copy, Direction
+from tests.worker.waiting import PATIENCE_S
 
-PATIENCE_S = 250.0
 Bytes = npt.NDArray[np.uint8]
 Pairs = tuple[list[int], list[int]]
 

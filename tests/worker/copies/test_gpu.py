@@ -342,6 +342,28 @@ def test_the_driver_is_left_alone_for_as_long_as_it_was_held(make_gpu, monkeypat
         assert next_s - end_s >= end_s - begin_s
 
 
+def test_256_gib_are_planned_by_what_was_measured_and_not_waited_for(monkeypatch, caplog):
+    """The memory is never touched: a driver that does nothing, and addresses that nothing has."""
+    gpu = FakeGpu()
+    gpu.lock_delay_s = 0.05
+    monkeypatch.setattr(page_lock, "touch", lambda *place: None)
+    monkeypatch.setattr(page_lock, "available_host_bytes", lambda: 1 << 40)
+    geometry = make_geometry([Segment(1 << 20, 0, 1 << 20)], 1000, 1000 << 20)
+    layout = HostLayout.in_slabs(geometry, 256 << 10, page_lock.SLAB_BYTES)
+    with caplog.at_level("INFO"):
+        lock = page_lock.PageLock(gpu.open(), 1 << 44, layout)
+    assert (layout.num_slabs, layout.size_bytes) == (512, 256 << 30)
+    assert 0 < lock.num_usable_slots < 256 << 10
+    (told,) = [record for record in caplog.records if "in the background" in record.message]
+    size, gb_per_s, seconds = told.args
+    assert size == "256.00 GiB"
+    assert gb_per_s < 512 * 2**20 / 1e9 / 0.1, "the pause as long as the lock is counted"
+    assert seconds == pytest.approx((256 << 30) * 511 / 512 / 1e9 / gb_per_s)
+    assert lock.close(), "it stops in the middle"
+    assert not gpu.locked
+    gpu.close()
+
+
 def test_pages_are_touched_before_the_driver_locks_them(make_gpu, monkeypatch):
     touched: list[tuple[int, int]] = []
     monkeypatch.setattr(page_lock, "touch", lambda *place: touched.append(place))

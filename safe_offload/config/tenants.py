@@ -1,0 +1,166 @@
+"""Who is guaranteed how much of host memory, by `cache_salt`: a file that may change at any time.
+
+    {"default": "20%", "guaranteed": {
+        "chat": {"share": "30%", "prefix": "chat-"},
+        "batch": {"share": "10%", "salt_sha256": "9f86d081884c7d65..."}}}
+
+A label is the operator's word for a tenant, and all that is shown of it: a salt is a secret.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NoReturn
+
+from safe_offload.errors import ConfigError
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+REST: Final = "rest"
+"""The label of all salts that the file does not name, and of requests without one."""
+WHOLE: Final = 10_000
+"""Shares are in hundredths of a percent, so that sums are exact."""
+MAX_TENANTS: Final = 32
+"""Each has series of its own in the metrics."""
+MAX_FILE_BYTES: Final = 1 << 20
+POLL_S: Final = 2.0
+
+_LABEL: Final = re.compile(r"(?!rest$)[A-Za-z0-9][A-Za-z0-9_.-]{0,31}", re.ASCII)
+_SHARE: Final = re.compile(r"(\d{1,3})(?:\.(\d{1,2}))? ?%", re.ASCII)
+_WAYS: Final = {
+    "prefix": re.compile(r".+", re.DOTALL),
+    "salt_sha256": re.compile(r"[0-9a-f]{64}", re.ASCII),
+}
+_EXAMPLE: Final = '{"default": "20%", "guaranteed": {"chat": {"share": "30%", "prefix": "chat-"}}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The tenants of a file; number 0 is `REST`.
+
+    Attributes:
+        labels: by number.
+        shares: of the host slots, guaranteed to each, in parts of `WHOLE`.
+        salts: the number of each, by prefix or digest of the salt.
+    """
+
+    labels: tuple[str, ...] = (REST,)
+    shares: tuple[int, ...] = (0,)
+    salts: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
+
+    def number_of(self, salt: str | None) -> int:
+        """Return whose salt this is: all of it counts first, then the longest prefix."""
+        if not salt:
+            return 0
+        digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()
+        found = [
+            (way, text) for way, text in self.salts if way == "prefix" and salt[: len(text)] == text
+        ]
+        longest = max(found, key=lambda each: len(each[1]), default=("", ""))
+        return self.salts.get(("salt_sha256", digest), self.salts.get(longest, 0))
+
+
+def parse(text: bytes | None) -> Tenants:
+    """Return the tenants that the text of a file names, None if it cannot be read.
+
+    Raises:
+        ConfigError: with the fix; no salt is in it, and no label that may be one.
+    """
+    if text is None:
+        _refuse("it cannot be read")
+    try:
+        written = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        _refuse(f"this is not JSON{place}")
+    if not isinstance(written, dict) or not written.keys() <= {"default", "guaranteed"}:
+        _refuse("expected an object with the keys default and guaranteed")
+    guaranteed = written.get("guaranteed", {})
+    if not isinstance(guaranteed, dict) or len(guaranteed) > MAX_TENANTS:
+        _refuse(f"guaranteed is no object of at most {MAX_TENANTS} labels")
+    labels, shares = [REST], [_share("default", written.get("default", "0%"))]
+    salts: dict[tuple[str, str], int] = {}
+    for label, value in guaranteed.items():
+        if not _LABEL.fullmatch(label) or not isinstance(value, dict):
+            # It may be a salt, written where its label belongs.
+            what = 'a word of letters, digits and _.-, not "rest", and under it an object'
+            _refuse(f"entry {len(labels)} of guaranteed is not {what}")
+        ways = value.keys() & _WAYS
+        if not ways or value.keys() - _WAYS != {"share"}:
+            _refuse(f'"{label}" needs share, and prefix or salt_sha256, no other key')
+        shares.append(_share(f'share of "{label}"', value["share"]))
+        labels.append(label)
+        for way in ways:
+            for each in value[way] if isinstance(value[way], list) else [value[way]]:
+                if not isinstance(each, str) or not _WAYS[way].fullmatch(each):
+                    form = "64 digits of 0-9a-f" if way == "salt_sha256" else "not empty"
+                    _refuse(f'{way} of "{label}" is not text, or a list of texts, {form}')
+                if salts.setdefault((way, each), len(labels) - 1) != len(labels) - 1:
+                    _refuse(f'a {way} of "{label}" is another\'s too')
+    if (total := sum(shares)) > WHOLE:
+        _refuse(f"the shares are {total / 100:g}% together, more than 100%")
+    return Tenants(tuple(labels), tuple(shares), salts)
+
+
+def _share(what: str, value: object) -> int:
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    parts = int(match[1]) * 100 + int((match[2] or "").ljust(2, "0")) if match else -1
+    if not 0 <= parts <= WHOLE:
+        _refuse(f'{what} is not "0%" to "100%"')
+    return parts
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ConfigError(f'the file of "tenants": {problem}. Fix: write it as {_EXAMPLE}.') from None
+
+
+class TenantsFile:
+    """The `tenants` that a file names; `num_bad` changes of it were of no use and change nothing.
+
+    A thread of its own reads it, since a file may be slow, and alone changes what is in here.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self.num_bad = 0
+        self._ended = threading.Event()
+        self._text = self._read()
+        self.tenants = parse(self._text)
+
+    def start(self) -> None:
+        """Look again and again from now on, until `close`."""
+        threading.Thread(target=self._watch, name="safe-offload-tenants", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self.look(self._read())
+
+    def look(self, text: bytes | None) -> None:
+        """Take over what the file has, None if it cannot be read, if that is new and of use."""
+        if text == self._text:
+            return
+        self._text = text
+        try:
+            tenants = parse(text)
+            told = 'The file of "tenants" has changed: %d tenants are guaranteed %g%% together.'
+            logger.info(told, len(tenants.labels) - 1, sum(tenants.shares) / 100)
+            self.tenants = tenants
+        except ConfigError as error:
+            logger.error("What was in force before stays: %s", error)
+            self.num_bad += 1
+
+    def _read(self) -> bytes | None:
+        try:
+            with self._path.open("rb") as file:
+                return file.read(MAX_FILE_BYTES)
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()

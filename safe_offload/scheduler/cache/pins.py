@@ -1,0 +1,203 @@
+"""Pins: prompts that stay on the host for a time after their last use, because a client asked.
+
+A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
+its answer does, if the host has that. A block may be pinned while it is still being stored. All
+pins together hold at most a share of the slots, and of a prompt that has not the room its head.
+
+A request uses a pin if its prompt begins with what is pinned. The time of a pin begins anew when
+the last request that uses it has ended. Time is that of the last plan: nothing is evicted before
+the next, and an engine that computes makes a plan in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from safe_offload.errors import InvariantError
+from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.cache.slots import SlotPool
+
+PINS_MAX = 4096
+
+
+class Pin:
+    """What is pinned under one hash; `Pins` alone changes it.
+
+    Attributes:
+        key: the last hash of what is pinned of the prompt.
+        lease: of its slots.
+        pin_s: how long it lasts after its last use.
+        until_s: when it ends; never while it is used, from the first plan on.
+        num_users: requests that use it now.
+    """
+
+    def __init__(self, key: bytes, lease: Lease, pin_s: float) -> None:
+        self.key, self.lease, self.pin_s = key, lease, pin_s
+        self.until_s, self.num_users = 0.0, 0
+
+
+class Pins:
+    """All pins.
+
+    Its state, which nothing else changes: the pins by key; of how many each slot is; which requests
+    use which; the last plan's time; when the first one ends; those that requests began to use since
+    then; and at how many forgets of the directory the slots were looked at.
+
+    Args:
+        share: of the slots that may be pinned.
+    """
+
+    def __init__(self, slots: SlotPool, leases: LeaseBook, share: float) -> None:
+        self._slots, self._leases, self._share = slots, leases, share
+        self._pins: dict[bytes, Pin] = {}
+        self._counts: Counter[int] = Counter()
+        self._users: dict[Hashable, list[Pin]] = {}
+        self._used: set[Pin] = set()
+        self._now_s, self._due_s = 0.0, math.inf
+        self._num_forgets = 0
+
+    def __repr__(self) -> str:
+        return f"Pins({len(self)} pins, {self.num_slots} slots)"
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are pinned, each counted once."""
+        return len(self._counts)
+
+    @property
+    def num_slots_max(self) -> int:
+        """How many may be."""
+        return int(self._share * self._slots.num_usable)
+
+    # ---- what requests ask for -----------------------------------------------------------------
+
+    def cut(
+        self, find: Callable[[int], Any], end: int, block_size: int
+    ) -> tuple[int, Sequence[int]]:
+        """Return the tokens, and the slots, of the longest hit that there is room for.
+
+        Args:
+            find: the hit that ends at a token at the latest, with `num_tokens` and `slots`; None if
+                there is none.
+            end: the token to begin with.
+            block_size: of a hash, in tokens.
+        """
+        while (hit := find(end)) is not None:
+            num_over = self.num_slots - self.num_slots_max
+            num_over += sum(slot not in self._counts for slot in dict.fromkeys(hit.slots))
+            if num_over <= 0:
+                return hit.num_tokens, hit.slots
+            # Each block of a hash is a slot in one group, or in several.
+            end = hit.num_tokens - block_size * max(
+                1, num_over // len(self._slots.directory.tables)
+            )
+        return 0, ()
+
+    def add(self, key: bytes, slots: Sequence[int], pin_s: float) -> bool:
+        """Pin slots; False, and nothing has changed, if there are too many pins.
+
+        Args:
+            key: see `Pin`.
+            slots: that hold something, or are being filled.
+            pin_s: how long; if they are pinned, the longer time counts.
+        """
+        old = self._pins.get(key)
+        if old is None and len(self) >= PINS_MAX:
+            return False
+        slots = list(dict.fromkeys([*slots, *(old.lease.slots if old is not None else ())]))
+        lease = self._leases.hold(LeaseKind.PIN, slots)
+        self._counts.update(slots)
+        if old is None:
+            pin = self._pins[key] = Pin(key, lease, pin_s)
+        else:
+            self._release(old.lease)
+            pin = old
+            pin.lease, pin.pin_s = lease, max(pin.pin_s, pin_s)
+        self._begin(pin)
+        return True
+
+    def use(self, user: Hashable, hashes: Iterable[bytes]) -> None:
+        """A request is new: it uses the pins that its prompt begins with, until it ends."""
+        found = [self._pins[block_hash] for block_hash in hashes if block_hash in self._pins]
+        if found:
+            self._users[user] = found
+            self._used.update(found)
+            for pin in found:
+                pin.num_users += 1
+
+    def end(self, user: Hashable) -> None:
+        """A request has ended."""
+        for pin in self._users.pop(user, ()):
+            pin.num_users -= 1
+            self._begin(pin)
+
+    def _begin(self, pin: Pin) -> None:
+        """Its time begins anew, unless a request uses it."""
+        if pin.num_users and pin.until_s == math.inf:
+            return
+        last_s = pin.until_s if pin.until_s < math.inf else 0.0
+        pin.until_s = max(last_s, self._now_s + pin.pin_s)
+        self._due_s = min(self._due_s, pin.until_s)
+
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """End all pins of prompts that one begins with."""
+        for key in [block_hash for block_hash in hashes if block_hash in self._pins]:
+            self._release(self._pins.pop(key).lease)
+
+    # ---- what happens --------------------------------------------------------------------------
+
+    def set_time(self, now_s: float) -> None:
+        """A step is about to be planned: end what is over."""
+        self._now_s = now_s
+        if now_s >= self._due_s:
+            self.remove([key for key, pin in self._pins.items() if pin.until_s <= now_s])
+            self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
+        if self._used:
+            for pin in self._used:
+                if pin.num_users:
+                    pin.until_s = math.inf
+            self._used.clear()
+        if self._num_forgets != self._slots.directory.num_forgets:
+            self._num_forgets = self._slots.directory.num_forgets
+            held = self._slots.directory.hashes
+            for pin in self._pins.values():
+                lost = [slot for slot in pin.lease.slots if held[slot] is None]
+                if lost:
+                    kept = [slot for slot in pin.lease.slots if held[slot] is not None]
+                    pin.lease.keep(LeaseKind.PIN, kept)
+                    self._uncount(lost)
+
+    def reset(self) -> None:
+        """The host has forgotten everything, or nothing is to be kept."""
+        for pin in self._pins.values():
+            pin.lease.release()
+        for state in (self._pins, self._counts, self._users, self._used):
+            state.clear()
+
+    def _release(self, lease: Lease) -> None:
+        self._uncount(lease.slots)
+        lease.release()
+
+    def _uncount(self, slots: Iterable[int]) -> None:
+        self._counts.subtract(slots)
+        for slot in slots:
+            if not self._counts[slot]:
+                del self._counts[slot]
+
+    def check_invariants(self) -> None:
+        """Compare what is counted with what is leased.
+
+        Raises:
+            InvariantError: they differ, or more is pinned than may be.
+        """
+        leased = Counter(slot for pin in self._pins.values() for slot in pin.lease.slots)
+        if leased != self._counts:
+            raise InvariantError("I8", "the pinned slots are not exactly those under a pin's lease")
+        if len(leased) > self.num_slots_max or len(self) > PINS_MAX:
+            raise InvariantError("I5", "more is pinned than may be")

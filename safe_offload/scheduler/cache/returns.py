@@ -1,0 +1,294 @@
+"""Eviction by when what was released is expected to be used again, from past gaps."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from safe_offload.scheduler.cache.eviction import EvictionPolicy, Hashes
+
+HORIZON_S = 60.0  # to `Returns` a use so much later is worth half as much
+GHOSTS_MAX = 4096  # evicted batches that `Returns` knows again
+
+
+class Returns(EvictionPolicy):
+    """What is least likely to be used again soon goes first, as far as the past tells.
+
+    What a request releases is a batch, or several where its prompt went on from several. A batch is
+    of a kind: new, or used again after gaps of this order, or left over where its conversation went
+    on without it; of each kind only the oldest and the newest are compared. Evicted batches are
+    known again by the hash of their first block, so that what returns too late is learned of too.
+    """
+
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
+        super().__init__(num_slots, hashes)  # its queue has what was hurried
+        self._hashes = hashes or [None] * num_slots
+        self._now_s = 0.0
+        self._last_ticket = 0
+        self._num_slots = 0  # in batches
+        self._tickets = [0] * num_slots  # of the batch that a slot is in, 0 if in none
+        self._kinds = bytearray(num_slots)  # of slots in no batch: what they will be released as
+        self._batches: dict[int, _Batch] = {}
+        self._by_kind: list[OrderedDict[int, _Batch]] = [OrderedDict() for _ in range(_NUM_KINDS)]
+        self._used: list[tuple[_Batch, int, list[int], bool]] = []  # the gap is not known yet
+        self._ghosts: OrderedDict[bytes, _Batch] = OrderedDict()
+        self._worth = _Worth(num_slots)
+
+    def release(self, slots: Sequence[int], now_s: float) -> None:
+        """See `EvictionPolicy`."""
+        self._set_time(now_s)
+        new: list[int] = []
+        for kind, run in groupby(slots, self._kinds.__getitem__):
+            if kind == _NEW:
+                new += run
+                continue
+            if kind & _SHARED:
+                self._add_new(new)
+                new = []
+            self._add([*new, *run], kind)  # what is new follows on it
+            new = []
+        self._add_new(new)
+
+    def lease(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        for batch, run in self._take_out(list(slots)):
+            goes_on = len(run) >= batch.num_live and batch.kind < _SHARED
+            self._used.append((batch, batch.kind, run, goes_on))
+            if goes_on and batch.num_live and batch.kind != _LEFT:
+                self._by_kind[_queue_of(batch.kind)].pop(batch.ticket)
+                batch.kind = _LEFT
+                self._by_kind[_LEFT][batch.ticket] = batch
+
+    def hold(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        for batch, run in self._take_out(list(slots)):
+            for slot in run:
+                self._kinds[slot] = batch.kind
+
+    def peek(self, count: int) -> list[int]:
+        """See `EvictionPolicy`."""
+        found = self._queue.peek(count)
+        for batch in self._in_order():
+            if len(found) >= count:
+                break
+            found += reversed(batch.live(self._tickets))
+        return found[: max(0, count)]
+
+    def evict(self, count: int, now_s: float) -> list[int]:
+        """See `EvictionPolicy`."""
+        self._set_time(now_s)
+        evicted = super().evict(count, now_s)
+        tickets, emptied = self._tickets, []
+        for batch in self._in_order() if len(evicted) < count else ():
+            for slot in (taken := batch.take(count - len(evicted), tickets)):
+                tickets[slot] = 0
+            self._age_s += len(taken) * (now_s - batch.released_s)
+            evicted += taken
+            self._num_slots -= len(taken)
+            if not batch.num_live:
+                emptied.append((batch, taken[-1]))
+            if len(evicted) >= count:
+                break
+        for batch, first_slot in emptied:
+            self._bury(batch, first_slot)
+        for slot in evicted:
+            self._kinds[slot] = _NEW
+        return evicted
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        self._set_time(self._now_s)
+        deque(self._take_out(slots := list(slots)), maxlen=0)
+        for slot in slots:
+            self._kinds[slot] = _NEW
+
+    def __len__(self) -> int:
+        return len(self._queue) + self._num_slots
+
+    def _set_time(self, now_s: float) -> None:
+        """Learn from the leases since the last call, of which the time is known only now."""
+        self._now_s = now_s
+        used, self._used = self._used, []
+        for batch, kind, run, goes_on in used:
+            new_kind = self._used_again(kind, now_s - batch.released_s, len(run), was_gone=False)
+            for slot in run:
+                self._kinds[slot] = new_kind if goes_on else new_kind | _SHARED
+
+    def _used_again(self, kind: int, gap_s: float, count: int, *, was_gone: bool) -> int:
+        """Learn that slots were used again; return the kind that they are now."""
+        gap = _age_bin(gap_s)
+        if not gap:  # a request that was looked at twice, or preempted
+            return kind
+        self._worth.observe(_queue_of(kind), gap, count, was_gone=was_gone)
+        known = kind & ~_SHARED
+        return kind & _SHARED | _USED + ((known - _USED + gap) // 2 if known >= _USED else gap)
+
+    def _add_new(self, slots: list[int]) -> None:
+        """Add slots that follow on nothing, unless what they hold was evicted before."""
+        if slots:
+            kind = _NEW
+            ghost = self._ghosts.pop(self._hashes[slots[-1]] or b"", None)
+            if ghost is not None:
+                gap_s = self._now_s - ghost.released_s
+                kind = self._used_again(ghost.kind & ~_SHARED, gap_s, ghost.size, was_gone=True)
+            self._add(slots, kind)
+
+    def _add(self, slots: list[int], kind: int) -> None:
+        self._last_ticket = ticket = self._last_ticket + 1
+        tickets = self._tickets
+        for slot in slots:
+            tickets[slot] = ticket
+        slots.reverse()
+        batch = _Batch(ticket, kind, self._now_s, slots, len(slots), len(slots))
+        self._batches[ticket] = self._by_kind[_queue_of(kind)][ticket] = batch
+        self._num_slots += len(slots)
+
+    def _take_out(self, slots: list[int]) -> Iterator[tuple[_Batch, list[int]]]:
+        """Take slots out of their batches; yield these, each with its slots."""
+        self._queue.remove(slots)
+        tickets = self._tickets
+        for ticket, found in groupby(slots, tickets.__getitem__):
+            if ticket:
+                run = list(dict.fromkeys(found))
+                for slot in run:
+                    tickets[slot] = 0
+                batch = self._batches[ticket]
+                batch.num_live -= len(run)
+                self._num_slots -= len(run)
+                yield batch, run
+                if not batch.num_live:
+                    self._drop(batch)
+                elif 2 * batch.num_live < len(batch.slots):
+                    batch.slots = batch.live(tickets)
+
+    def _drop(self, batch: _Batch) -> None:
+        del self._batches[batch.ticket], self._by_kind[_queue_of(batch.kind)][batch.ticket]
+
+    def _bury(self, batch: _Batch, first_slot: int) -> None:
+        self._drop(batch)
+        self._worth.lose(_queue_of(batch.kind), batch.size)
+        first_hash = self._hashes[first_slot]
+        if first_hash is not None:
+            self._ghosts[first_hash] = batch
+            if len(self._ghosts) > GHOSTS_MAX:
+                self._ghosts.popitem(last=False)
+
+    def _in_order(self) -> Iterator[_Batch]:
+        """Yield all batches, those worth least first; none may be added or dropped meanwhile."""
+        ends: list[tuple[float, int, int, int, _Batch, Iterator[_Batch]]] = []
+
+        def offer(kind: int, end: int, batches: Iterator[_Batch]) -> None:
+            for batch in itertools.islice(batches, 1):
+                worth = self._worth.table[kind][_age_bin(self._now_s - batch.released_s)]
+                heapq.heappush(ends, (worth, batch.ticket, end, kind, batch, batches))
+
+        num_left = list(map(len, self._by_kind))
+        for kind, batches in enumerate(self._by_kind):
+            offer(kind, 0, iter(batches.values()))
+            offer(kind, 1, reversed(batches.values()))
+        while ends:
+            _, _, end, kind, batch, rest = heapq.heappop(ends)
+            if num_left[kind]:
+                num_left[kind] -= 1
+                yield batch
+                offer(kind, end, rest)
+
+
+_NUM_AGES = 32
+_NEW, _LEFT, _USED = 0, 1, 2  # kinds; from `_USED` on with the mean of the last gaps' age bins
+_SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
+_NUM_KINDS = _USED + _NUM_AGES // 2
+_LEARN_EVERY, _KEPT = 64, 0.99  # batches; of all counts, each time
+
+
+def _age_bin(age_s: float) -> int:
+    return min(_NUM_AGES - 1, int(16 * age_s * age_s).bit_length())  # half octaves from 0.25 s
+
+
+def _queue_of(kind: int) -> int:
+    kind &= ~_SHARED
+    return kind if kind < _USED else _USED + (kind - _USED) // 2
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Slots that were released together; `Returns` alone changes it."""
+
+    ticket: int
+    kind: int
+    released_s: float
+    slots: list[int]  # the last one is the first to go; some may be stale, as in `SlotQueue`
+    num_live: int
+    size: int
+
+    def live(self, tickets: list[int]) -> list[int]:
+        return [slot for slot in self.slots if tickets[slot] == self.ticket]
+
+    def take(self, count: int, tickets: list[int]) -> list[int]:
+        if len(self.slots) > self.num_live:
+            self.slots = self.live(tickets)
+        taken = self.slots[-count:]
+        del self.slots[-count:]
+        self.num_live = len(self.slots)
+        taken.reverse()
+        return taken
+
+
+class _Worth:
+    """What a slot is worth, by kind and age: 1 if it is used again now, half at `HORIZON_S`.
+
+    What is seldom seen is taken to be like all kinds together, and these to be used again in a
+    tenth of the cases in each half octave. The idea is that of N. Beckmann, H. Chen, A. Cidon,
+    "LHD: improving cache hit rate by maximizing hit density", NSDI 2018.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.table = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
+        self._returned = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
+        self._lost = [0.0] * _NUM_KINDS
+        self._prior = 0.1 * num_slots
+        self._num_seen = 0
+
+    def observe(self, kind: int, age: int, count: int, *, was_gone: bool) -> None:
+        """Slots were used again; if they had been lost, they are not any more."""
+        self._returned[kind][age] += count
+        if was_gone:
+            self._lost[kind] = max(0.0, self._lost[kind] - count)
+        self._num_seen += 1
+        if self._num_seen % _LEARN_EVERY == 1:
+            self._learn()
+
+    def lose(self, kind: int, count: int) -> None:
+        """Slots are evicted: for now they count as never used again."""
+        self._lost[kind] += count
+
+    def _learn(self) -> None:
+        returned = [sum(column) for column in zip(*self._returned, strict=True)]
+        chances = _chances(returned, sum(self._lost), [0.1] * _NUM_AGES, self._prior)
+        for kind, of_kind in enumerate(self._returned):
+            left, worth = _chances(of_kind, self._lost[kind], chances, self._prior), 0.0
+            for age in range(_NUM_AGES - 1, -1, -1):
+                discount = HORIZON_S / (HORIZON_S + _HALF_S[age])
+                worth = discount * (left[age] + (1 - left[age]) * discount * worth)
+                self.table[kind][age] = worth
+            of_kind[:] = [count * _KEPT for count in of_kind]
+        self._lost = [count * _KEPT for count in self._lost]
+
+
+_EDGES_S = [0.0, *(0.25 * 2 ** (age / 2) for age in range(_NUM_AGES))]
+_HALF_S = [(later - first) / 2 for first, later in itertools.pairwise(_EDGES_S)]
+
+
+def _chances(
+    returned: list[float], lost: float, expected: list[float], weight: float
+) -> list[float]:
+    """Return for each age which part of what was not used before was used again at it."""
+    chances, at_risk = [], lost
+    for age in range(_NUM_AGES - 1, -1, -1):
+        at_risk += returned[age]
+        chances.append((returned[age] + weight * expected[age]) / (at_risk + weight))
+    return chances[::-1]

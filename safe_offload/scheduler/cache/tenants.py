@@ -1,0 +1,218 @@
+"""Host slots of several tenants: what each is guaranteed, no other's grant takes away.
+
+A grant takes empty slots first. Then those pay who have more than they are guaranteed, so that what
+they have above it becomes equal, as far as slots can be evicted; the one that asks counts as if it
+had what it asks for. If that is not enough, it gives up slots of its own. A slot is its tenant's
+from the grant until it is evicted or empty: salts keep hashes apart, so none is of use to two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from safe_offload.config.tenants import WHOLE, Tenants
+from safe_offload.errors import InvariantError
+from safe_offload.scheduler.cache.eviction import EvictionPolicy, Hashes
+from safe_offload.scheduler.cache.slots import SlotPool
+
+if TYPE_CHECKING:
+    from safe_offload.observe.counters import Counters
+    from safe_offload.scheduler.cache.directory import Directory
+
+MakePolicy = Callable[[int, Hashes], EvictionPolicy]
+
+
+def _for_each(name: str) -> Any:
+    """Return the method of `EvictionPolicy` of this name, called for each tenant's slots."""
+
+    def call(self: TenantPolicy, slots: Iterable[int], *now_s: float) -> None:
+        for policy, own in self.split(list(slots)):
+            getattr(policy, name)(own, *now_s)
+
+    return call
+
+
+class TenantPolicy(EvictionPolicy):
+    """A policy for each tenant, and who pays. Only `TenantSlots` changes it.
+
+    Attributes:
+        owners: by slot that is leased or holds something, its tenant.
+        held, guaranteed, evicted: slots of each; those evicted since it was looked at last.
+        asking, num_asked: who is granted something next, and how much is being granted.
+    """
+
+    def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
+        super().__init__(0, hashes)
+        self._make = functools.partial(make, num_slots, hashes)
+        self._policies = [self._make()]
+        self.owners = bytearray(num_slots)
+        self.held, self.guaranteed = [0], [0]
+        self.evicted: Counter[int] = Counter()
+        self.asking = self.num_asked = 0
+
+    release, lease, hold, hurry, forget = map(
+        _for_each, ("release", "lease", "hold", "hurry", "forget")
+    )
+
+    def split(self, slots: list[int]) -> Iterator[tuple[EvictionPolicy, list[int]]]:
+        """Yield each tenant's policy with its slots; a batch is of one tenant most of the time."""
+        owners = self.owners
+        found = set(map(owners.__getitem__, slots))
+        for tenant in sorted(found):
+            own = slots if len(found) == 1 else [slot for slot in slots if owners[slot] == tenant]
+            yield self._policies[tenant], own
+
+    def rename(self, numbers: Sequence[int], num_tenants: int, now_s: float) -> None:
+        """`numbers` has for each tenant which it is from now on; 0 if it is none any more."""
+        before, self._policies = self._policies, [self._make() for _ in range(num_tenants)]
+        self._policies[0] = before[0]
+        for old, new in enumerate(numbers):
+            if new:
+                self._policies[new] = before[old]
+            elif old:
+                self._policies[0].release(before[old].peek(len(before[old])), now_s)
+        self.owners = self.owners.translate(bytes(numbers).ljust(256, b"\0"))
+        self.asking = 0
+
+    @property
+    def above(self) -> list[int]:
+        """How many slots each tenant has above its guarantee, with those that it asks for."""
+        above = [held - own for held, own in zip(self.held, self.guaranteed, strict=True)]
+        above[self.asking] += self.num_asked
+        return above
+
+    def payments(self, count: int) -> list[int]:
+        """Return how many slots each tenant gives of `count`, perhaps fewer together."""
+        above = self.above
+        sizes = list(map(len, self._policies))
+
+        def down_to(level: int) -> list[int]:
+            return [min(n, max(0, a - level)) for n, a in zip(sizes, above, strict=True)]
+
+        low, high, given = 0, max(above), down_to(0)
+        if sum(given) > count:
+            while high - low > 1:  # the first gives too much, or just enough, the second too little
+                middle = (low + high) // 2
+                low, high = (middle, high) if sum(down_to(middle)) >= count else (low, middle)
+            given = down_to(high)
+            for tenant, most in enumerate(down_to(low)):
+                given[tenant] += min(most - given[tenant], count - sum(given))
+        given[self.asking] += min(sizes[self.asking] - given[self.asking], count - sum(given))
+        return given
+
+    def peek(self, count: int) -> list[int]:
+        """See `EvictionPolicy`; those of whom has most above its guarantee come first."""
+        found: list[int] = []
+        for tenant in sorted(range(len(self.held)), key=self.above.__getitem__, reverse=True):
+            found += self._policies[tenant].peek(count - len(found))
+        return found
+
+    def evict(self, count: int, now_s: float) -> list[int]:
+        """See `EvictionPolicy`; fewer than there are if others have no more than is guaranteed."""
+        evicted: list[int] = []
+        for tenant, num_given in enumerate(self.payments(count)):
+            if num_given:
+                evicted += self._policies[tenant].evict(num_given, now_s)
+                self.held[tenant] -= num_given
+                self.evicted[tenant] += num_given
+        return evicted
+
+    def take_age_s(self) -> float:
+        """See `EvictionPolicy`."""
+        return sum(policy.take_age_s() for policy in self._policies)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._policies))
+
+
+class TenantSlots(SlotPool):
+    """Host slots of tenants; `by_tenant` knows who asks for what is granted next.
+
+    Its state beside that of `SlotPool` and its policy: the tenants.
+    """
+
+    def __init__(
+        self, num_slots: int, directory: Directory, make: MakePolicy, counters: Counters
+    ) -> None:
+        self.by_tenant = TenantPolicy(num_slots, directory.hashes, make)
+        super().__init__(num_slots, directory, self.by_tenant, counters)
+        self.tenants = Tenants()
+
+    def use(self, tenants: Tenants) -> None:
+        """From now on these are the tenants; those of the same label keep their slots."""
+        known = {label: number for number, label in enumerate(tenants.labels)}
+        numbers = [known.get(label, 0) for label in self.tenants.labels]
+        self.by_tenant.rename(numbers, len(known), self._now_s)
+        self.tenants = tenants
+        self._recount()
+
+    def serve(self, salt: str | None) -> None:
+        """See `SlotPool`."""
+        self.by_tenant.asking = self.tenants.number_of(salt)
+
+    @property
+    def num_grantable(self) -> int:
+        """See `SlotPool`."""
+        return self.num_empty + sum(self.by_tenant.payments(len(self.by_tenant)))
+
+    def open(self, num_usable: int) -> None:
+        """See `SlotPool`."""
+        super().open(num_usable)
+        self._recount()
+
+    def grant(self, count: int) -> list[int]:
+        """See `SlotPool`; what others are guaranteed is not free."""
+        policy = self.by_tenant
+        policy.num_asked = count
+        granted = super().grant(count)
+        policy.num_asked = 0
+        for slot in granted:
+            policy.owners[slot] = policy.asking
+        policy.held[policy.asking] += len(granted)
+        return granted
+
+    def release(self, slots: Sequence[int]) -> None:
+        """See `SlotPool`."""
+        num_empty = len(self._empty)
+        super().release(slots)
+        self._emptied(num_empty)
+
+    def _forgotten(self, slots: list[int]) -> None:
+        num_empty = len(self._empty)
+        super()._forgotten(slots)
+        self._emptied(num_empty)
+
+    def _emptied(self, num_before: int) -> None:
+        """Empty slots beyond so many are nobody's from now on."""
+        for slot in self._empty[num_before:]:
+            self.by_tenant.held[self.by_tenant.owners[slot]] -= 1
+
+    def retire(self, slots: Iterable[int]) -> list[int]:
+        """See `SlotPool`; what is retired is nobody's."""
+        retired = super().retire(slots)
+        self._recount()
+        return retired
+
+    def mend(self, leases: Iterable[Sequence[int]]) -> None:
+        """See `SlotPool`."""
+        super().mend(leases)
+        self._recount()
+
+    def _recount(self) -> None:
+        num_slots = self.num_usable - len(self._retired)
+        self.by_tenant.held = self._held()
+        self.by_tenant.guaranteed = [s * num_slots // WHOLE for s in self.tenants.shares]
+
+    def _held(self) -> list[int]:
+        taken = set(range(self.num_usable - self._num_new)).difference(self._empty, self._retired)
+        found = Counter(map(self.by_tenant.owners.__getitem__, taken))
+        return [found[tenant] for tenant in range(len(self.tenants.labels))]
+
+    def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
+        """See `SlotPool`; also the books of the tenants."""
+        super().check_invariants(leases)
+        if self._held() != self.by_tenant.held:
+            raise InvariantError("I8", "the tenants do not have what was granted for them")

@@ -1,0 +1,171 @@
+"""A planner that does what requests ask for beside their tokens: pins and hints.
+
+It is made only where the configuration allows one of the two. So they cost nothing elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.scheduler.cache.pins import Pins
+from safe_offload.scheduler.limits import PIN_KEY
+from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
+from safe_offload.scheduler.tenants import TenantPlanner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from safe_offload.protocol import StepPlan
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.tiered_hits import Present, TieredHits
+
+_FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
+"""Of requests that another connector answers for."""
+
+
+class GuidedPlanner(Planner):
+    """See `Planner`. Its own state: the pins, ended requests that are still to be demoted, and what
+    the clients of those that have ended since the last plan are told.
+    """
+
+    def __init__(
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        options: PlannerOptions,
+        counters: Counters,
+        tiered_hits: TieredHits,
+    ) -> None:
+        super().__init__(hits, gpu, options, counters, tiered_hits)
+        self._tiered_hits = tiered_hits
+        self._nowhere: Present = tuple({} for _ in hits.geometry.group_block_sizes)
+        self.pins = Pins(self.hits.slots, self.leases, self.options.pin_share)
+        self._demoted: list[Request] = []
+        self._answers: dict[Request, dict[str, int]] = {}
+
+    def on_new_request(self, request: Request) -> RequestState:
+        """See `Planner`."""
+        is_new = self.book.find(request) is None
+        state = super().on_new_request(request)
+        if is_new and not (request.skip_reading_prefix_cache or state.limits.leaves_nothing):
+            self.pins.use(state, request.block_hashes)
+        return state
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
+        """See `Planner`."""
+        self.pins.set_time(now_s)
+        self._answers.clear()
+        if self._demoted:
+            self._demoted = [request for request in self._demoted if not self._demote(request)]
+        return super().build_connector_meta(scheduler_output, now_s)
+
+    def request_finished(self, request: Request) -> Any:
+        """See `Planner`; return what was pinned, if it was to be."""
+        state = self.book.find(request) or self.on_new_request(request)
+        if state.finished:
+            super().request_finished(request)
+            return self._answers.get(request)  # as it was (I4)
+        limits = state.limits
+        if limits.pin_s and not self._is_disabled and state not in self.outdated.tables:
+            self.policy.store_now(state)
+        super().request_finished(request)
+        self.pins.end(state)
+        if limits.is_demoted and not self._is_disabled:
+            self._demoted.append(request)
+        if limits.pin_s is None:
+            return None
+        if not limits.pin_s:
+            self.pins.remove(request.block_hashes)
+            self._answer(request, 0, 0)
+        else:
+            num_wanted, num_pinned = self._pin(request, limits.pin_s)
+            num_unpinned = max(0, num_wanted - num_pinned)
+            self._counters[Count.UNPINNED_TOKENS] += num_unpinned
+            self._answer(request, num_pinned, num_unpinned)
+        return self._answers.get(request)
+
+    def _pin(self, request: Request, pin_s: float) -> tuple[int, int]:
+        """Pin a request that has ended; return how many tokens it may be, and are."""
+        geometry, hashes = self.hits.geometry, request.block_hashes
+        prompt_end = request.num_prompt_tokens - 1  # the last token is always computed
+        num_wanted = prompt_end - prompt_end % geometry.alignment_tokens
+        if self._is_disabled or not num_wanted:
+            return num_wanted, 0
+
+        def find(end: int) -> Any:
+            return self._tiered_hits.find(hashes, 0, end, self._nowhere)
+
+        size = geometry.hash_block_size
+        num_pinned, slots = self.pins.cut(find, prompt_end, size)
+        if not num_pinned:
+            return num_wanted, 0
+        key = hashes[num_pinned // size - 1]
+        if not self.pins.add(key, slots, pin_s):
+            return num_wanted, 0
+        num_all, more = self.pins.cut(find, request.num_tokens, size)
+        if num_all > num_pinned:
+            self.pins.add(key, more, pin_s)
+        return num_wanted, max(num_pinned, num_all)
+
+    def _answer(self, request: Request, num_pinned: int, num_unpinned: int) -> None:
+        """Note what vLLM is to hand on to the client, unless another connector answers."""
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or any(params.get(key) for key in _FOREIGN_KEYS):
+            return
+        # Under MultiConnector the next connector of ours finds it gone: two answers are an error.
+        if params.pop(PIN_KEY, None) is not None:
+            told = {"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned}
+            self._answers[request] = told
+
+    def _demote(self, request: Request) -> bool:
+        """Let what the host has of a request go first; False while it is still being stored."""
+        directory, slots = self.hits.directory, []
+        for group_idx in self.hits.geometry.group_ids:
+            hashes = self.hits.geometry.hashes_of(request, group_idx)
+            slots += [
+                slot for h in hashes if (slot := directory.tables[group_idx].get(h)) is not None
+            ]
+        if not directory.being_stored.isdisjoint(slots):
+            return False
+        self.hits.slots.evict_first(slots[::-1])
+        return True
+
+    def reset_cache(self, cause: str | None = None) -> None:
+        """See `Planner`; it ends all pins."""
+        super().reset_cache(cause)
+        self.pins.reset()
+        self._demoted.clear()
+
+    def disable(self, report: object = None) -> None:
+        """See `Planner`."""
+        super().disable(report)
+        self.pins.reset()
+
+    def gauges(self) -> dict[str, float]:
+        """See `Planner`; what is pinned does not count as leased."""
+        gauges = super().gauges()
+        num_pinned = self.pins.num_slots
+        leased = gauges["leased_slots"] - num_pinned
+        return {
+            **gauges,
+            "leased_slots": leased,
+            "pinned_slots": num_pinned,
+            "pins": len(self.pins),
+        }
+
+    def check_invariants(self) -> None:
+        """See `Planner`."""
+        super().check_invariants()
+        self.pins.check_invariants()
+
+
+def planner_class(*, has_tenants: bool, estimates: bool, is_guided: bool) -> Callable[..., Planner]:
+    """Return the planner that a configuration calls for."""
+    wanted = {TenantPlanner: has_tenants, EstimatingPlanner: estimates, GuidedPlanner: is_guided}
+    parts = tuple(kind for kind, is_wanted in wanted.items() if is_wanted)
+    return type("Planner", parts, {}) if len(parts) > 1 else (*parts, Planner)[0]

@@ -1,0 +1,171 @@
+"""Slots of tenants: who pays for a grant, and that no guarantee is touched."""
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_offload.config.tenants import Tenants, parse
+from safe_offload.observe.counters import Counters
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.policies import POLICIES
+from safe_offload.scheduler.cache.tenants import TenantSlots
+
+NUMBERS = itertools.count()
+
+
+def tenants_of(default: int = 0, **shares: int) -> Tenants:
+    """Each label is the prefix of its salts too."""
+    guaranteed = {label: {"share": f"{n}%", "prefix": label} for label, n in shares.items()}
+    return parse(json.dumps({"default": f"{default}%", "guaranteed": guaranteed}).encode())
+
+
+def pool_of(num_slots: int, tenants: Tenants, policy: str = "lru") -> TenantSlots:
+    pool = TenantSlots(num_slots, Directory(num_slots, 1), POLICIES[policy], Counters())
+    pool.open(num_slots)
+    pool.use(tenants)
+    return pool
+
+
+def take(pool: TenantSlots, salt: str, count: int) -> list[int]:
+    """Fill slots for a salt; they are leased still."""
+    pool.serve(salt)
+    slots = pool.grant(count)
+    pool.directory.begin_store(slots, 0, [b"%d" % next(NUMBERS) for _ in slots], {})
+    pool.directory.publish(slots)
+    return slots
+
+
+def fill(pool: TenantSlots, salt: str, count: int) -> list[int]:
+    """Fill slots for a salt, and let them go."""
+    slots = take(pool, salt, count)
+    pool.release(slots)
+    return slots
+
+
+def held(pool: TenantSlots) -> list[int]:
+    return pool.by_tenant.held
+
+
+def test_free_slots_are_for_all_and_who_is_above_his_share_gives_them_back():
+    pool = pool_of(100, tenants_of(10, a=30, b=20))
+    assert len(fill(pool, "other", 500)) == 100
+    fill(pool, "a", 30)
+    assert held(pool) == [70, 30, 0]
+    fill(pool, "b", 20)
+    assert held(pool) == [50, 30, 20]
+    fill(pool, "other", 500)
+    assert held(pool) == [50, 30, 20], "it pushes out its own"
+
+
+def test_what_is_above_the_shares_becomes_equal():
+    pool = pool_of(100, tenants_of(10, a=30, b=20))
+    fill(pool, "other", 100)
+    for _ in range(20):
+        fill(pool, "a", 5)
+    assert held(pool) == [40, 60, 0], "30 above each"
+    for _ in range(20):
+        fill(pool, "b", 5)
+    above = [now - own for now, own in zip(held(pool), pool.by_tenant.guaranteed, strict=True)]
+    assert sorted(above) == [13, 13, 14]
+    pool.check_invariants(())
+
+
+def test_leased_slots_are_not_taken_and_others_shares_neither():
+    pool = pool_of(100, tenants_of(10, a=30, b=20))
+    leased = take(pool, "other", 80)
+    fill(pool, "a", 20)
+    assert take(pool, "b", 20) == [], "what it is guaranteed is leased, and a has no more than it"
+    pool.release(leased)
+    assert len(take(pool, "b", 20)) == 20
+    assert held(pool) == [60, 20, 20]
+
+
+def test_who_may_take_nothing_from_others_gives_up_his_own():
+    pool = pool_of(10, tenants_of(50, a=50))
+    leased = take(pool, "other", 4)
+    fill(pool, "a", 5)
+    oldest = fill(pool, "other", 1)
+    assert take(pool, "other", 3) == oldest
+    pool.release(leased)
+
+
+def test_a_grant_takes_as_many_as_it_was_said_to():
+    pool = pool_of(100, tenants_of(10, a=30, b=20))
+    fill(pool, "other", 60)
+    leased = take(pool, "a", 35)
+    for salt, count in {"other": 65, "a": 55, "b": 55}.items():
+        pool.serve(salt)
+        assert pool.num_grantable == count, salt
+        assert pool.num_free == 65
+    pool.serve("b")
+    pieces = [len(take(pool, "b", 11)) for _ in range(6)]
+    assert pieces == [11, 11, 11, 11, 11, 0]
+    pool.release(leased)
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_of_each_tenants_slots_its_policy_says_which_go(policy):
+    pool = pool_of(10, tenants_of(0, a=50), policy)
+    first = fill(pool, "other", 5)
+    fill(pool, "a", 5)
+    pool.lease(first[:2])
+    pool.mark_hit(first[:2])
+    pool.set_time(100.0)
+    pool.release(first[:2])
+    assert sorted(take(pool, "a", 3)) == sorted(first[2:])
+
+
+def test_an_empty_slot_is_nobodys():
+    pool = pool_of(10, tenants_of(0, a=50))
+    slots = fill(pool, "a", 4)
+    leased = take(pool, "a", 2)
+    pool.forget([slots[0], leased[0]])
+    assert held(pool) == [0, 5], "one is leased still"
+    pool.release(leased)
+    pool.check_invariants(())
+    assert held(pool) == [0, 4]
+    pool.retire([slots[1]])
+    assert held(pool) == [0, 3]
+    assert pool.by_tenant.guaranteed == [0, 4], "of the nine that are left"
+    pool.forget_all()
+    assert held(pool) == [0, 0]
+
+
+def test_other_tenants_keep_the_slots_of_their_labels_and_the_order_of_these():
+    pool = pool_of(10, tenants_of(0, a=50, b=50))
+    of_a, of_b = fill(pool, "a", 4), fill(pool, "b", 5)
+    pool.use(tenants_of(20, b=40, c=40))
+    pool.check_invariants(())
+    assert held(pool) == [4, 5, 0]
+    assert take(pool, "c", 3)[1:] == [of_a[3], of_a[2]], "c's share is free, or had by a no more"
+    assert held(pool) == [2, 5, 3]
+    assert take(pool, "c", 1) == [of_b[4]]
+
+
+SHARES = st.lists(st.integers(0, 33), min_size=3, max_size=3)
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.booleans()), max_size=25)
+
+
+@given(SHARES, STEPS)
+def test_no_tenant_within_its_share_ever_loses_a_slot(shares: Sequence[int], steps):
+    names = ("a", "b", "c", "other")
+    pool = pool_of(40, tenants_of(0, **dict(zip("abc", shares, strict=True))))
+    leases: list[list[int]] = []
+    for who, count, is_kept in steps:
+        number = (who + 1) % 4
+        before, guaranteed = list(held(pool)), list(pool.by_tenant.guaranteed)
+        pool.serve(names[who])
+        num_grantable = pool.num_grantable
+        slots = take(pool, names[who], count)
+        assert len(slots) == min(count, num_grantable)
+        for tenant, now in enumerate(held(pool)):
+            if tenant != number:
+                assert now >= min(before[tenant], guaranteed[tenant])
+        leases.append(slots)
+        if not is_kept:
+            pool.release(leases.pop(0))
+        pool.check_invariants(leases)

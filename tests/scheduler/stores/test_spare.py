@@ -1,0 +1,175 @@
+"""What no hit needs goes first: host memory that is short holds prompts that can be hit whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from safe_offload.scheduler.stores.stores import Stores
+from tests.simulator.peers import PeerEngine
+from tests.simulator.vllm_setup import EngineShape
+
+BLOCK = 16
+PROMPT_TOKENS = 40 * BLOCK
+HYBRIDS = {
+    "window": ("full@16", "window:96@16"),
+    "chunks": ("full@16", "chunk:128@16"),
+    "states": ("full@16", "mamba@16"),
+    "all": ("full@16", "window:96@16", "mamba@16"),
+}
+
+
+def make_engine(groups: tuple[str, ...], num_slots: int, **what: Any) -> PeerEngine:
+    shape = EngineShape(
+        groups=groups,
+        num_blocks=130 * len(groups),
+        num_slots=num_slots,
+        max_batched_tokens=8 * BLOCK,
+        **{"retention_interval": 0, **what},
+    )
+    engine = PeerEngine(shape, tokens=lambda request_id, position: position % 97)
+    engine.add("start", [1], 1)
+    engine.drain()
+    return engine
+
+
+def prompt(number: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    return [number + 100, *(position % 89 for position in range(1, num_tokens))]
+
+
+def ask(engine: PeerEngine, name: str, token_ids: Sequence[int]) -> Any:
+    request = engine.add(name, token_ids, 1)
+    engine.drain()
+    return request
+
+
+def hit_tokens(engine: PeerEngine, request: Any) -> int:
+    end_max = request.num_prompt_tokens - 1
+    hit = engine.connector.side.hits.find_hit(request.block_hashes, 0, end_max)
+    return hit.num_tokens if hit else 0
+
+
+def crowd(engine: PeerEngine, num_more: int = 2) -> None:
+    """Let something else take all empty slots and some more."""
+    num_empty = engine.connector.side.hits.slots.num_empty
+    ask(engine, "other", prompt(7, (num_empty + num_more) * BLOCK))
+
+
+def slots_of(groups: tuple[str, ...], **what: Any) -> tuple[int, int]:
+    """Slots of one prompt in ample memory, and of those the ones that a hit at its end needs."""
+    engine = make_engine(groups, 1000, **what)
+    request = ask(engine, "one", prompt(0))
+    hits = engine.connector.side.hits
+    hit = hits.find_hit(request.block_hashes, 0, request.num_prompt_tokens - 1)
+    num_held = len(hits.directory.kept())
+    return num_held, len(hit.slots())
+
+
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_memory_that_is_short_holds_what_hits_need_and_nothing_else(kind, retention):
+    groups = HYBRIDS[kind]
+    num_held, num_needed = slots_of(groups, retention_interval=retention)
+    assert num_held > num_needed + 2, "there are windows or states before the end"
+    num_whole = 4
+    num_slots = num_whole * (num_needed + 2) + num_held - num_needed
+    engine = make_engine(groups, num_slots, retention_interval=retention)
+    requests = [ask(engine, str(number), prompt(number)) for number in range(2 * num_whole)]
+    whole = [hit_tokens(engine, request) >= PROMPT_TOKENS - 2 * BLOCK for request in requests]
+    assert sum(whole) >= num_whole
+
+
+def test_where_prompts_were_seen_to_part_the_windows_stay():
+    """The third prompt that begins so hits them, however short memory was meanwhile."""
+    groups = HYBRIDS["all"]
+    num_held, num_needed = slots_of(groups)
+    engine = make_engine(groups, 2 * num_needed + 2 * (num_held - num_needed))
+    stem = prompt(0, 20 * BLOCK)
+    for number in range(2):  # the second parts from the first
+        ask(engine, f"stem {number}", [*stem, *prompt(number, 15 * BLOCK)])
+    crowd(engine)
+    third = engine.make_request([*stem, *prompt(2, 5 * BLOCK)], "third")
+    assert hit_tokens(engine, third) == len(stem)
+
+
+@pytest.mark.parametrize(("kind", "num_more"), [("all", 2), ("states", 14)])
+def test_windows_and_states_stay_where_others_begin_on_the_gpu(kind, num_more):
+    """No load reads them as long as the GPU has them."""
+    groups = HYBRIDS[kind]
+    num_held, num_needed = slots_of(groups)
+    engine = make_engine(groups, 2 * num_needed + 2 * (num_held - num_needed))
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    stem = prompt(0, 20 * BLOCK)
+    ask(engine, "stem", [*stem, 1])
+    for number in range(3):
+        num_before = engine.num_computed
+        ask(engine, f"on the GPU {number}", [*stem, *prompt(number, 15 * BLOCK)])
+        assert engine.num_computed - num_before == 15 * BLOCK
+    assert not engine.counts["hit_tokens"]
+    crowd(engine, num_more)
+    last = engine.make_request([*stem, *prompt(9, 5 * BLOCK)], "last")
+    assert hit_tokens(engine, last) == len(stem)
+
+
+def test_the_state_of_a_prompt_is_kept_as_long_as_the_prompt():
+    """It used to be evicted while its request was answered, and the prompt was held in vain."""
+    groups = HYBRIDS["states"]
+    engine = make_engine(groups, 100)
+    request = engine.add("long answer", prompt(0), 200)
+    number = 0
+    while not request.is_finished():
+        number += 1
+        engine.add(str(number), prompt(number, 20 * BLOCK), 1)
+        for _ in range(8):
+            engine.step()
+    assert number > 10
+    assert hit_tokens(engine, request) >= PROMPT_TOKENS - 2 * BLOCK
+
+
+# ---- one budget for all kinds (sglang#39436) ----------------------------------------------------
+
+MIX_GROUPS = ("full@16", "window:64@16", "mamba@16")
+MIX_SLOTS = 450
+MIXES = {"few and long": (4, 100 * BLOCK), "many and short": (40, 4 * BLOCK)}
+"""Prompts, and tokens of each: in the first nearly all is full attention, in the second a half."""
+
+
+def num_hit(mix: str) -> int:
+    """How many of the prompts are hit when all have come once."""
+    num_prompts, num_tokens = MIXES[mix]
+    engine = make_engine(MIX_GROUPS, MIX_SLOTS)
+    requests = [
+        ask(engine, str(number), prompt(number, num_tokens + 1)) for number in range(num_prompts)
+    ]
+    return sum(hit_tokens(engine, request) >= num_tokens - 2 * BLOCK for request in requests)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_host_is_full_of_whatever_hits_need(mix):
+    """With a share for each kind one is full while the other is not, and there are no hits."""
+    assert num_hit(mix) == MIXES[mix][0]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+def test_no_shares_of_kinds_are_right_for_both(monkeypatch, share):
+    """What the test above would say of a host with fixed shares."""
+    add = Stores.add
+
+    def add_within_share(stores: Any, blocks: Any, *what: Any, **how: Any) -> int:
+        slots, directory = stores._hits.slots, stores._hits.directory
+        is_full = blocks.group_idx == 0
+        of_kind = [
+            s for s in slots.next_evicted(MIX_SLOTS) if (directory.group_of(s) == 0) == is_full
+        ]
+        tables = directory.tables[:1] if is_full else directory.tables[1:]
+        limit = MIX_SLOTS * (share if is_full else 1 - share)
+        num_over = sum(map(len, tables)) + len(blocks.blocks) - int(limit)
+        if num_over > len(of_kind):
+            return 0
+        slots.forget(of_kind[: max(0, num_over)])
+        return add(stores, blocks, *what, **how)
+
+    monkeypatch.setattr(Stores, "add", add_within_share)
+    monkeypatch.setattr(Stores, "add_whole", lambda *what, **how: False)
+    found = {mix: num_hit(mix) for mix in MIXES}
+    assert any(found[mix] < MIXES[mix][0] for mix in MIXES)

@@ -1,0 +1,92 @@
+"""Tenants on vLLM's scheduler: what each has and hits, as it is counted; and that it may change."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from safe_offload.errors import ConfigError
+from safe_offload.observe.counters import of_tenant
+from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
+
+SALT = "5ecret-9f1c07aa"
+
+
+def text_of(**shares: str) -> bytes:
+    guaranteed = {
+        label: {"share": share, "prefix": f"{SALT}-{label}"} for label, share in shares.items()
+    }
+    return json.dumps({"default": "10%", "guaranteed": guaranteed}).encode()
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig, tmp_path: Any) -> Rig:
+    path = tmp_path / "tenants.json"
+    path.write_bytes(text_of(chat="50%", batch="20%"))
+    rig = make_rig(num_slots=40, num_blocks=40, extra={"tenants": str(path)})
+    rig.start()
+    return rig
+
+
+def ask(rig: Rig, name: str, label: str, num_tokens: int = 21, seed: int = 1) -> None:
+    rig.add(name, rig.prompt(num_tokens, seed), 1, cache_salt=f"{SALT}-{label}")
+    rig.drain()
+    rig.forget_gpu_cache()
+
+
+def slots_of(rig: Rig) -> dict[str, int]:
+    found = zip(rig.planner.slots.tenants.labels, rig.planner.slots.by_tenant.held, strict=True)
+    return dict(found)
+
+
+def test_hits_misses_evictions_and_bytes_are_counted_by_tenant(rig):
+    ask(rig, "one", "chat")
+    ask(rig, "again", "chat")
+    ask(rig, "other", "batch")
+    for index in range(9):
+        ask(rig, f"flood {index}", "nobody", seed=10 + index)
+    counts = rig.counts
+    assert counts[of_tenant("hit_tokens", "chat")] == 20
+    assert counts[of_tenant("missed_tokens", "chat")] == 22
+    assert counts[of_tenant("missed_tokens", "batch")] == 21
+    assert counts[of_tenant("missed_tokens", "rest")] == 9 * 21 + 2, "with that of the start"
+    assert counts[of_tenant("evicted_blocks", "rest")] == 9 * 5 - 30
+    assert counts[of_tenant("evicted_blocks", "chat")] == 0
+    gauges, slot_bytes = rig.planner.gauges(), rig.planner.options.slot_bytes
+    assert gauges[of_tenant("used_bytes", "chat")] == 5 * slot_bytes
+    assert gauges[of_tenant("used_bytes", "rest")] == 30 * slot_bytes
+    assert gauges[of_tenant("guaranteed_bytes", "chat")] == 20 * slot_bytes
+
+
+def test_what_two_tenants_compute_in_one_step_is_each_ones_own(rig):
+    for label in ("chat", "batch", "nobody"):
+        rig.add(label, rig.prompt(2 * BLOCK_TOKENS, 3), 1, cache_salt=f"{SALT}-{label}")
+    rig.drain()
+    assert slots_of(rig) == {"rest": 2, "chat": 2, "batch": 2}
+
+
+def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_counted(rig, caplog):
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    ask(rig, "one", "chat")
+    for text in (text_of(chat="90%", batch="20%"), SALT.encode(), None):
+        rig.planner.file.look(text)
+        ask(rig, f"beside {text!r}", "batch")
+    assert slots_of(rig) == {"rest": 0, "chat": 5, "batch": 5}
+    assert rig.counts["bad_tenant_files"] == 3
+    rig.planner.file.look(text_of(chat="10%", late="50%"))
+    ask(rig, "late", "late")
+    assert slots_of(rig) == {"rest": 5, "chat": 5, "late": 5}
+    gauges, slot_bytes = rig.planner.gauges(), rig.planner.options.slot_bytes
+    assert gauges[of_tenant("guaranteed_bytes", "batch")] == 0
+    assert gauges[of_tenant("guaranteed_bytes", "late")] == 20 * slot_bytes
+    told = caplog.text + repr((rig.planner, rig.planner.stores, rig.planner.slots, rig.counts))
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert SALT not in told
+    assert "the shares are 120% together" in told
+
+
+def test_a_bad_file_ends_the_start_with_its_fix(make_rig: MakeRig, tmp_path: Any):
+    with pytest.raises(ConfigError, match="it cannot be read"):
+        make_rig(extra={"tenants": str(tmp_path / "missing")})
