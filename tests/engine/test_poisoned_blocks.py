@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.children.poisoned import FAILS, IS_CUT, LEAVES_OUT
+from tests.engine.children.poisoned import FAILS, IS_CUT, LEAVES_OUT, PREEMPTS
 from tests.engine.engines import Job, Report, connector, make_job, make_prompts, run
 from tests.tiny_hybrids import KINDS, write_tiny_hybrid
 
 NUM_TOKENS, NAMES = 500, "ABCDEF"
-ROUNDS = ("", "", FAILS, IS_CUT, "", LEAVES_OUT)
+ROUNDS = ("", "", FAILS, IS_CUT, PREEMPTS, "", LEAVES_OUT)
 POOL_BLOCKS = {"gemma3": 140, "gpt_oss": 75, "lfm2": 300}
 """For some of the prompts at a time. vLLM's own answers of lfm2 change with preemptions."""
 
@@ -47,7 +47,8 @@ def is_nonsense(report: Report, kind: str) -> list[bool]:
 
 
 def test_no_poison_reaches_an_answer(kind, folder, tmp_path):
-    """Blocks of several groups: computed, loaded, of loads that fail halfway, of hits that are cut.
+    """Blocks of several groups: computed, loaded, of loads that fail halfway, of hits that are cut,
+    of requests that were preempted.
 
     Behind any hit, of the GPU's own cache too, vLLM computes lfm2 a bit differently on a CPU.
     """
@@ -62,6 +63,7 @@ def test_no_poison_reaches_an_answer(kind, folder, tmp_path):
     counts = ours.data["counts"]
     assert counts[FAILS] == ours.count("transfer_failures") > 2
     assert counts[IS_CUT] > 2
+    assert counts[PREEMPTS] > 2
     assert ours.count("loaded_tokens") > len(NAMES) * NUM_TOKENS
     assert (counts["zeroed"] > 0) == (kind == "lfm2")
     assert ours.count("contained_errors") == 0

@@ -8,11 +8,13 @@ that is read before anything wrote to it, turn an answer into nonsense, whatever
 import dataclasses
 import itertools
 import math
+import time
 from typing import Any
 
 from tests.engine.children import engine
 
 FAILS, LEAVES_OUT, IS_CUT = "loads fail", "loads leave a block out", "hits are cut"
+PREEMPTS, PREEMPT_EVERY = "requests are preempted", 12
 """What may happen in a round."""
 BLOCK_TOKENS = 32
 
@@ -92,12 +94,16 @@ class Faults:
     """What happens to loads and hits in the round `now`."""
 
     def __init__(self) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
         from safe_offload.connector import SafeCPUOffloadConnector
         from safe_offload.worker.copies.base import Direction
         from safe_offload.worker.copies.cpu import CpuBackend
 
         self.now = ""
-        self.counts = {FAILS: 0, IS_CUT: 0}
+        self.counts = {FAILS: 0, IS_CUT: 0, PREEMPTS: 0}
+        self.num_steps = 0
+        schedule = Scheduler.schedule
         numbers = itertools.count()
         run = CpuBackend._run
         match = SafeCPUOffloadConnector.get_num_new_matched_tokens
@@ -122,6 +128,15 @@ class Faults:
             num_kept -= num_kept % BLOCK_TOKENS
             return num_kept, num_kept > 0
 
+        def preempt(scheduler: Any, *arguments: Any, **more: Any) -> Any:
+            if self.now == PREEMPTS and len(scheduler.running) > 1:
+                self.num_steps += 1
+                if self.num_steps % PREEMPT_EVERY == 0:
+                    self.counts[PREEMPTS] += 1
+                    scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+            return schedule(scheduler, *arguments, **more)
+
+        Scheduler.schedule = preempt  # type: ignore[method-assign]
         CpuBackend._run = run_or_fail  # type: ignore[method-assign]
         hook = "get_num_new_matched_tokens"
         setattr(SafeCPUOffloadConnector, hook, match_or_cut)
