@@ -135,7 +135,8 @@ def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, caplog,
         assert after(lambda: replace(path, text_of("40%"))) == ((0, 4000), 2)
     finally:
         file.close()
-    told = [record.getMessage() for record in caplog.records]
+    # A record reaches caplog twice if vLLM had kept its logger from the root when the test began.
+    told = [record.getMessage() for record in dict.fromkeys(caplog.records)]
     assert sum("What was in force before stays" in line for line in told) == 2
     assert "1 tenants are guaranteed 40% together" in told[-1]
     assert SALT not in "".join(told)
