@@ -79,6 +79,27 @@ def test_memory_that_is_short_holds_what_hits_need_and_nothing_else(kind, retent
     assert sum(whole) >= num_whole
 
 
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("num_lost", [-1, 0])
+def test_what_is_spare_is_what_no_search_finds(kind, retention, num_lost):
+    """What hits read is told without a search where that is possible."""
+    engine = make_engine(HYBRIDS[kind], 1000, retention_interval=retention)
+    hits = engine.connector.side.hits
+    request = ask(engine, "one", prompt(0, PROMPT_TOKENS - 5))
+    at_ends = [slot for slot, key in hits.directory.kept().items() if key.group_idx]
+    hits.slots.forget([at_ends.pop(num_lost)])
+    for end in range(request.num_tokens + 1):
+        found = {-1}
+        for last in (end, request.num_prompt_tokens - 1, request.num_tokens):
+            hit = hits.find_hit(request.block_hashes, 0, last)
+            found.update(hit.slots() if hit else ())
+        spare, needed = hits.at_ends(request, [end], at_ends)
+        assert set(spare) == set(at_ends) - found
+        assert not needed
+        assert set(hits.at_ends(request, [end], at_ends[:-1]).needed) <= {at_ends[-1]}
+
+
 def test_where_prompts_were_seen_to_part_the_windows_stay():
     """The third prompt that begins so hits them, however short memory was meanwhile."""
     groups = HYBRIDS["all"]
