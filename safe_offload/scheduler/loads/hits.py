@@ -278,7 +278,15 @@ class HostHits:
                 if place > 0 and (read := self._read_at(request, place)) is not None:
                     return read
         hit = self.find_hit(request.block_hashes, 0, end)
-        return chain(*compress(hit.slots_by_group, self._reads_ends)) if hit else ()
+        if hit is None:
+            return ()
+        found = list(chain(*compress(hit.slots_by_group, self._reads_ends)))
+        if self._coordinator.eagle_group_ids:  # a search finds one more block, and drops it
+            for group_idx in filter(self._reads_ends.__getitem__, self.geometry.group_ids):
+                place = hit.num_tokens // self.geometry.group_block_sizes[group_idx]
+                dropped = self.geometry.hashes_of(request, group_idx)[place : place + 1]
+                found += self.directory.find_run(group_idx, dropped)
+        return found
 
     def _read_at(self, request: Request, end: int) -> list[int] | None:
         """Return the windows and states that a hit reads which ends with a block.
