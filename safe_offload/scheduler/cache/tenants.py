@@ -174,10 +174,10 @@ class TenantSlots(SlotPool):
         policy.held[policy.asking] += len(granted)
         return granted
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """See `SlotPool`."""
         num_empty = len(self._empty)
-        super().release(slots)
+        super().release(slots, first)
         self._emptied(num_empty)
 
     def _forgotten(self, slots: list[int]) -> None:
