@@ -66,6 +66,11 @@ class SlotPool:
         return self.num_free
 
     @property
+    def num_in_reach(self) -> int:
+        """What grants could take for those that are served if nothing were leased."""
+        return self.num_usable
+
+    @property
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)
