@@ -184,6 +184,11 @@ def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
     assert "evicted blocks 8" in text
 
 
+def test_what_is_pinned_has_a_row(server, capsys):
+    server.observe({}, slots=100, pins=3, pinned_slots=40)
+    assert "slots pinned 40, 3 prompts 40" in shown(server, capsys)
+
+
 def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):
     server.observe({Count.CONTAINED_ERRORS: 1}, is_disabled=1)
     text = shown(server, capsys)
