@@ -174,12 +174,15 @@ def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
 
 def test_steps_that_need_more_gpus_than_there_are_do_not_run(tmp_path):
     steps = [python("two", "pass", num_gpus=2), python("one", "pass")]
-    assert verdicts_of(steps, tmp_path) == {"two": "not run yet", "one": "passed"}
+    two = "left out (needs 2 GPUs, found 1)"
+    assert verdicts_of(steps, tmp_path) == {"two": two, "one": "passed"}
+    more = Facts(GPU.rows, "", num_gpus=2)
+    assert verdicts_of(steps, tmp_path, facts=more) == {"two": "passed", "one": "passed"}
 
 
 def test_what_the_machine_lacks_is_left_out_and_the_report_says_so(tmp_path):
     steps = [python("agents", "pass", lacks="no traces here"), python("one", "pass")]
-    assert verdicts_of(steps, tmp_path) == {"agents": "not run yet", "one": "passed"}
+    assert verdicts_of(steps, tmp_path) == {"agents": "left out (no traces here)", "one": "passed"}
     assert "| agents | left out (no traces here) |" in (tmp_path / campaign.REPORT).read_text()
 
 
