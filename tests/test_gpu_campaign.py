@@ -132,7 +132,7 @@ def test_what_was_cut_off_comes_after_the_others_and_not_more_than_twice(tmp_pat
 
 
 def test_a_machine_that_goes_in_the_middle_of_a_step_leaves_a_folder_that_can_be_used(tmp_path):
-    """Killed with what it runs, as a machine is that was lent."""
+    """And if only the campaign was killed, its step does not go on beside the next one."""
     script = f"""
 import os, sys
 from pathlib import Path
@@ -143,12 +143,15 @@ here.verdicts_of(steps, Path(sys.argv[1]))
     how: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], **how)
     assert done.returncode == -9
+    pid = int((tmp_path / "second" / campaign.LOG).read_text().removeprefix("step "))
+    wait_until(lambda: campaign.start_time_of(pid) is None)
     steps = [python("first", "raise SystemExit(1)"), python("second", "pass")]
     assert Results(tmp_path).read(steps[1]).verdict == "cut off (its machine went)"
     assert verdicts_of(steps, tmp_path) == {"first": "passed", "second": "passed"}
 
 
-KILLS = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
+KILLS = "import os, signal, time; print('step', os.getpid(), flush=True);"
+KILLS += "os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)"
 
 
 def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
