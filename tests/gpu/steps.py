@@ -18,6 +18,7 @@ SPECULATIVE: dict[str, Any] = {
 }
 NOTHING: Mapping[str, Any] = {}
 SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
+CPU_MLA = {"attention_backend": "CPU_MLA"}  # the one with AMX takes no float32
 SANITIZER = "compute-sanitizer"
 TRACES = next(
     (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
@@ -25,8 +26,6 @@ TRACES = next(
     ROOT / "shared/traces/agents.json.gz",
 )  # fmt: skip
 """Recorded agents; `shared` lies in the checkout or beside it."""
-SPREAD_OUT = "VLLM_CPU_OMP_THREADS_BIND=nobind"
-"""Of two ranks on one NUMA node of a CPU (vLLM 0.32.0)."""
 SMALL = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
 
 
@@ -82,7 +81,7 @@ def make_steps(python: str) -> list[Step]:
     def bench(name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()) -> Step:
         figures = ("--json", f"{{folder}}/{FIGURES}")
         command = (python, "-m", "tests.benchmarks", *words, *figures)
-        tried = (python, "-m", "tests.benchmarks", words[0], *small, *figures) if small else ()
+        tried = (python, "-m", "tests.gpu.small", words[0], *small, *figures) if small else ()
         return Step(name, estimate_s, command, tried)
 
     def connectors(
@@ -106,9 +105,7 @@ def make_steps(python: str) -> list[Step]:
         small = (*what, "--model", tiny, *SMALL, *small_arguments, "--only", *only, *logs)
         full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
         step = bench(name, estimate_s, "connectors", *full, small=small)
-        if num_gpus > 1:
-            step = replace(step, num_gpus=num_gpus, small=("env", SPREAD_OUT, *step.small))
-        return step
+        return replace(step, num_gpus=num_gpus)
 
     def engine(name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()) -> Step:
         sizes = ("--shape", "llama", "--prompt-tokens", "16000", "--logs", "{folder}")
@@ -156,7 +153,7 @@ def make_steps(python: str) -> list[Step]:
         connectors("return-gemma3", 150, "return", "gemma3", tiny="gemma3"),
         connectors("return-gpt-oss", 150, "return", "gpt-oss", tiny="gemma3"),
         connectors("return-mamba", 150, "return", "mamba"),
-        connectors("return-mla", 150, "return", "mla", tiny="deepseek"),
+        connectors(*("return-mla", 150, "return", "mla"), tiny="deepseek", cpu_only=CPU_MLA),
         connectors("ends", 150, "ends", "llama", cpu_only={"dtype": "bfloat16"}),
         bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
@@ -174,6 +171,7 @@ def make_steps(python: str) -> list[Step]:
         connectors(
             *("two-gpus-mla", 180, "ranks", "mla"),
             tiny="deepseek",
+            cpu_only=CPU_MLA,
             num_gpus=2,
             tensor_parallel_size=2,
         ),
