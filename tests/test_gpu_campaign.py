@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -12,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
-from tests.gpu import campaign
+from safe_offload.commands.bench.engine import BenchOptions
+from safe_offload.commands.doctor.vllm_facts import MARK
+from tests.benchmarks import __main__ as benchmarks
+from tests.gpu import campaign, figures, shapes
 from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts
-from tests.gpu.steps import ROOT, Step, find_gpu_tests, make_steps
+from tests.gpu.steps import FIGURES, ROOT, Step, find_gpu_tests, make_steps
 from tests.worker.waiting import wait_until
 
 GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="", num_gpus=1)
@@ -204,6 +210,33 @@ def test_every_file_with_tests_of_a_gpu_is_a_step_and_names_are_folders():
     assert not [name for name in names if "/" in name]
 
 
+@pytest.mark.parametrize("is_small", [False, True])
+def test_every_command_of_a_benchmark_is_understood(is_small, monkeypatch):
+    """The whole of it runs on a GPU only, where a typo costs minutes."""
+    ran, engine_args = [], set[str]()
+    for step in make_steps(sys.executable):
+        words = [*(step.small if is_small else step.command)]
+        if words[2] not in ("tests.benchmarks", "tests.gpu.small"):
+            continue
+        module = importlib.import_module(f"tests.benchmarks.{words[3]}")
+        monkeypatch.setattr(module, "run_command", lambda arguments: ran.append(arguments) or 0)
+        assert benchmarks.main(words[3:]) == 0
+        engine_args |= {*getattr(ran[-1], "engine_args", ())}
+    assert len(ran) > 20
+    assert engine_args <= EngineArgs.__dataclass_fields__.keys()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", shapes.SHAPES)
+def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
+    """Out of tensors without memory."""
+    model = shapes.take_shape(BenchOptions(), shape, tmp_path).model
+    command = (sys.executable, "-m", "safe_offload.commands.doctor.probe", model)
+    done = subprocess.run((*command, "--load-format", "dummy"), cwd=ROOT, capture_output=True)
+    known = json.loads(done.stdout.splitlines()[-1].removeprefix(MARK.encode()))
+    assert known["model"]["block_bytes"] > 0, known
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["return-llama"])
 def test_a_step_on_the_cpu(name, tmp_path):
@@ -224,6 +257,26 @@ def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
         for file in (place.glob("test_*.py") if place.is_dir() else [place])
     }
     assert named == set(find_gpu_tests())
+
+
+def test_figures_name_first_where_a_peer_is_ahead_and_draw_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    engine = {name: [2.1, 2.9] for name in figures.PASSES}
+    peer = engine | {"own hit": [1.0, 1.5], "first pass": [2.45, 2.5], "tokens": [1.0, 1.0]}
+    samples = {"ours": engine | {"tokens": [9.0, 9.0]}, "SCO": peer}
+    costs = {way: dict.fromkeys(figures.PHASES, (0.01, 0.001)) for way in ("nothing", "load")}
+    found = {"return-llama": {"scenario": "return", "samples": samples}, "beside": {"costs": costs}}
+    for name, content in found.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FIGURES).write_text(json.dumps(content))
+    assert [*figures.peers_ahead(figures.read(tmp_path))] == [
+        "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s"
+    ]
+    names = ["returns.png", "beside.png"]
+    assert [picture.name for picture in figures.draw_all(tmp_path)] == names
+    text = campaign.render([], Results(tmp_path))
+    assert "another connector is ahead: 1.\n- return-llama, own hit" in text
+    assert all(f"({name})" in text for name in names)
 
 
 # ---- the text ------------------------------------------------------------------------------------

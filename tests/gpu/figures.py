@@ -57,7 +57,9 @@ def draw_all(folder: Path) -> list[Path]:
     }
     if returns:
         drawn.append(folder / "returns.png")
-        save_plot(drawn[-1], lambda figure: draw_returns(figure, returns), (11, 4))
+        save_plot(
+            drawn[-1], lambda figure: draw_returns(figure, returns), (2 + 2.4 * len(returns), 4)
+        )
     if "beside" in steps:
         drawn.append(folder / "beside.png")
         save_plot(drawn[-1], lambda figure: draw_beside(figure, steps["beside"]["costs"]), (8, 4))
