@@ -19,8 +19,8 @@ from tests.gpu.campaign import LOG, PASSED, Results, descendants, read_end, star
 from tests.gpu.steps import ROOT, Step, make_steps
 
 MIDDLE = re.compile(r"ready after|round \d|\d of \d")
-SHORT_S, LONG_S = 8.0, 300.0
-"""How long the middle is waited for: in steps that only collect tests, and in others."""
+SHORT_S, LONG_S = 8.0, 40.0
+"""How long the middle is waited for: in steps that only collect tests, and in others, at most."""
 BUDGET_S, POLL_S, ENDS_S = 36_000, 0.2, 120.0
 
 
