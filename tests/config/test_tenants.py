@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -110,11 +109,9 @@ def test_a_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path):
         TenantsFile(str(tmp_path / "bad"))
 
 
-def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, caplog, monkeypatch):
+def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, package_log, monkeypatch):
     """By the thread that watches it; nothing is logged twice, and no salt at all."""
     monkeypatch.setattr("safe_offload.config.tenants.POLL_S", 0.001)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO)
     path = tmp_path / "tenants.json"
     path.write_text(text_of("10%"))
     file = TenantsFile(str(path))
@@ -135,7 +132,7 @@ def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, caplog,
         assert after(lambda: replace(path, text_of("40%"))) == ((0, 4000), 2)
     finally:
         file.close()
-    told = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in package_log]
     assert sum("What was in force before stays" in line for line in told) == 2
     assert "1 tenants are guaranteed 40% together" in told[-1]
     assert SALT not in "".join(told)

@@ -71,8 +71,9 @@ def names(tmp_path_factory):
 
 
 def our_flags() -> set[str]:
-    """Flags of `safe-offload`, of the simulator and of the benchmarks."""
-    folders = Path(safe_offload.__file__).parent, *(ROOT / "tests" / n for n in OUR_COMMANDS)
+    """Flags of `safe-offload`, of the simulator, the benchmarks and the examples."""
+    folders = [Path(safe_offload.__file__).parent, ROOT / "examples"]
+    folders += [ROOT / "tests" / name for name in OUR_COMMANDS]
     options = {f"--{setting.replace('_', '-')}" for setting in places.OPTIONS}
     return options | {
         node.value
@@ -133,7 +134,7 @@ def _problems_in_code(code: str, names: Names) -> Iterator[str]:
                 yield f"parameter {name} of {path}"
     for key in re.findall(r"\A(kv_\w+)\Z", code):
         known = (*names["fields"], *names["event_fields"], *names["calls"]["LLM"])
-        if key not in (*known, *VALID_KEYS, *REQUEST_KEYS):
+        if key not in (*known, *names["roles"], *VALID_KEYS, *REQUEST_KEYS):
             yield f"key {key}"
     for config in _transfer_configs(code):
         yield from _unknown_keys(config, names)

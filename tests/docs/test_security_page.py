@@ -15,6 +15,7 @@ from redis.retry import Retry
 
 from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.config.tenants import parse
 from safe_offload.config.tiers import TierConfig, tiers
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.valkey import commands
@@ -207,7 +208,7 @@ async def test_an_engine_needs_no_other_right_on_a_cluster(tmp_path):
 
 
 def test_the_policy_of_a_bucket_allows_what_is_needed_and_no_more():
-    tier, policy = (json.loads(block) for block in blocks("json"))
+    tier, policy, _ = (json.loads(block) for block in blocks("json"))
     assert tiers().read("tiers", [tier])[0].hmac_key_file
     assert policy["Version"] == "2012-10-17"
     allowed = {statement["Resource"]: statement["Action"] for statement in policy["Statement"]}
@@ -216,6 +217,12 @@ def test_the_policy_of_a_bucket_allows_what_is_needed_and_no_more():
         "arn:aws:s3:::my-kv-cache/*": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"],
         "arn:aws:s3:::my-kv-cache": "s3:ListBucket",
     }
+
+
+def test_the_file_of_tenants_is_one():
+    tenants = parse(blocks("json")[-1].encode())
+    assert tenants.labels[tenants.number_of("chat-7")] == "chat"
+    assert tenants.labels[tenants.number_of("test")] == "batch"
 
 
 @pytest.mark.parametrize("version", VERSIONS)

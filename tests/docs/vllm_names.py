@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 
 def routes() -> dict[str, list[str]]:
@@ -33,14 +33,18 @@ def _parser() -> Any:
 
 def metrics() -> list[str]:
     """Metrics of the server, as /metrics names them."""
-    from prometheus_client import REGISTRY
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     from tests.simulator.vllm_setup import EngineShape, make_config
 
     shape = EngineShape(extra={"tiers": [{"url": "file:///mnt/kv"}]})  # which have metrics too
-    logger = PrometheusStatLogger(make_config(shape), [0])
+    config = make_config(shape)
+    logger = PrometheusStatLogger(config, [0])
     logger.kv_connector_prom.observe({})  # the connector makes some with the first statistics
+    kinds: dict[Any, Any] = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    NixlPromMetrics(config, kinds, ["engine"], {0: ["0"]})  # of a connector beside ours
     suffix = {"counter": "_total"}
     return [family.name + suffix.get(family.type, "") for family in REGISTRY.collect()]
 
@@ -53,6 +57,7 @@ def main() -> None:
     import vllm
     from vllm import LLM, SamplingParams, envs
     from vllm.config import KVTransferConfig
+    from vllm.config.kv_transfer import KVRole
     from vllm.distributed.kv_events import BlockStored
     from vllm.engine.arg_utils import EngineArgs
 
@@ -65,6 +70,7 @@ def main() -> None:
         "variables": sorted(envs.environment_variables),
         "metrics": metrics(),
         "fields": fields,
+        "roles": get_args(KVRole),
         "event_fields": list(BlockStored.__struct_fields__),
         "calls": {
             "LLM": [

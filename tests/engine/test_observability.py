@@ -40,7 +40,9 @@ PREFIX = "vllm:safe_offload_"
 def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     tiers = [tier_at(folder / "tier", capacity="1GiB")]
-    config = connector(NUM_SLOTS, tiers=tiers)
+    tenants = folder / "tenants.json"
+    tenants.write_text('{"guaranteed": {"chat": {"share": "5%", "prefix": "chat-"}}}')
+    config = connector(NUM_SLOTS, tiers=tiers, tenants=str(tenants))
     with HttpServer(model("llama"), folder, config=config, **SERVER) as made:
         made.wait_until_healthy()
         yield made
