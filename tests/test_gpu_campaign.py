@@ -20,7 +20,7 @@ from safe_offload.commands.bench.engine import BenchOptions
 from safe_offload.commands.doctor.vllm_facts import MARK
 from tests.benchmarks import __main__ as benchmarks
 from tests.gpu import campaign, figures, shapes
-from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts
+from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts, read_end
 from tests.gpu.steps import FIGURES, ROOT, Step, find_gpu_tests, make_steps
 from tests.worker.waiting import wait_until
 
@@ -238,13 +238,22 @@ def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["return-llama"])
-def test_a_step_on_the_cpu(name, tmp_path):
-    """All of them: `make gpu-campaign SMALL=1`."""
-    steps = [step for step in make_steps(sys.executable) if step.name == name]
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "return-llama" else [])
+        for step in make_steps(sys.executable)
+        if "tests.gpu.small" in step.small and not step.lacks
+    ],
+    ids=lambda step: step.name,
+)
+def test_a_step_on_the_cpu(step, tmp_path):
+    """All of them in one run: `make gpu-campaign SMALL=1`."""
     facts = Facts({"GPU": "none"}, "No GPU: none")
-    assert verdicts_of(steps, tmp_path, facts=facts, small=True) == {name: "passed"}
-    assert "tokens from the host" in (tmp_path / campaign.REPORT).read_text()
+    found = verdicts_of([step], tmp_path, 3000.0, facts=facts, small=True)
+    assert found == {step.name: "passed"}, read_end(tmp_path / step.name / campaign.LOG)[-3000:]
+    assert f"## {step.name}" in (tmp_path / campaign.REPORT).read_text()
 
 
 def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
