@@ -135,9 +135,10 @@ def measure(case: Case) -> tuple[dict[str, float], dict[str, bool]]:
         both = [rank.hear() for rank in (first, second)]
         rates["by both at once, in sum"] = 2 * NUM_LOADS * size / max(one.seconds for one in both)
         right["both at once"] = all(one.is_right for one in both)
+        first.ask("store", 7)
         first.process.kill()
         first.process.join()
-        right["after the first was killed"] = second.ask("load", 5).is_right
+        right["after the first was killed"] = second.ask("load", 7).is_right
     with two(case) as (first, second):
         begin_s = time.perf_counter()
         for rank in (first, second):
