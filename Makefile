@@ -44,7 +44,7 @@ COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
 COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/tiers/namespace/test_engine_facts.py \
-	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/compat/test_whole_blocks.py
+	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/compat/test_whole_blocks.py tests/docs/test_sizing.py
 
 # What matters most, within two minutes on two cores.
 QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_options.py tests/config/test_tiers.py tests/test_connector.py \

@@ -172,7 +172,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         is_guided = bool(config.pin_share) or config.kv_hints
         needs_search = bool(config.tiers) or is_guided
         tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if needs_search else None
-        estimates = config.estimate_hit_rates and hits.geometry.is_plain
+        estimates = config.estimate_hit_rates
         make = planner_class(has_tenants=file is not None, estimates=estimates, is_guided=is_guided)
         if file is not None:
             make = functools.partial(make, file=file)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from safe_offload.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
@@ -151,6 +151,13 @@ class TierTransfer:
                 f"tier transfer {self.transfer_id}: expected an origin of each key or none, found "
                 f"{len(self.keys)} keys and {len(self.origins)} origins"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedTransfer(TierTransfer):
+    """A spill with the mark of each key's tenant, see `Tenants.marks`."""
+
+    marks: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True)

@@ -328,10 +328,13 @@ def health(view: View) -> list[Row]:
 def size(view: View) -> list[Row]:
     """Is it large enough?"""
     slots, used, leased = (view.now.total(name) for name in ("slots", "used_slots", "leased_slots"))
+    pinned, pins = view.now.total("pinned_slots"), int(view.now.total("pins"))
+    share = _quotient(pinned, slots, _percent)
     present = view.now.largest("estimated_hits_present")
     return [
         ("slots in use", f"{_number(used)} of {_number(slots)}", _quotient(used, slots, _percent)),
         ("slots leased", _number(leased), _quotient(leased, slots, _percent)),
+        *([("slots pinned", f"{_number(pinned)}, {pins} prompts", share)] if pins else ()),
         view.counter("blocks stored", "stored_blocks_total"),
         view.counter("blocks evicted after a hit", "evicted_blocks_total", hit="true"),
         view.counter("blocks evicted, never hit", "evicted_blocks_total", hit="false"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     get_max_concurrency_for_kv_cache_config,
     resolve_kv_cache_block_sizes,
@@ -16,6 +17,21 @@ from safe_offload.layout import Segment
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def plan_kv_cache(vllm_config: VllmConfig, layers: dict[str, Any], num_bytes: int) -> KVCacheConfig:
+    """Return how vLLM lays out a KV cache of `num_bytes` for layers of these specs, on one rank.
+
+    Source: vLLM 0.33.0, v1/engine/core.py, _initialize_kv_caches.
+    """
+    if hasattr(kv_cache_utils, "get_kv_cache_configs"):  # up to 0.32
+        (config,) = kv_cache_utils.get_kv_cache_configs(vllm_config, [layers], [num_bytes])
+        return config
+    from vllm.v1.core import kv_cache_planning as planning
+
+    groups = planning.get_global_kv_cache_groups(vllm_config, [layers])
+    (config,) = planning.get_kv_cache_configs(vllm_config, [layers], [num_bytes], groups)
+    return config
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:

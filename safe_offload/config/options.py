@@ -164,7 +164,7 @@ class OffloadConfig:
     tenants: str | None = setting(
         file(),
         None,
-        "A file that guarantees shares of host memory, by `cache_salt`.",
+        "A file that guarantees shares of host memory and directories, by `cache_salt`.",
         is_secret=True,
     )
     metrics_port: int | None = setting(

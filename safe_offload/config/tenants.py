@@ -1,4 +1,4 @@
-"""Who is guaranteed how much of host memory, by `cache_salt`: a file that may change at any time.
+"""Who is guaranteed how much, by `cache_salt`: a file that may change at any time.
 
     {"default": "20%", "guaranteed": {
         "chat": {"share": "30%", "prefix": "chat-"},
@@ -27,6 +27,7 @@ WHOLE: Final = 10_000
 """Shares are in hundredths of a percent, so that sums are exact."""
 MAX_TENANTS: Final = 32
 """Each has series of its own in the metrics."""
+MAX_MARK: Final = 999_999
 MAX_FILE_BYTES: Final = 1 << 20
 POLL_S: Final = 2.0
 
@@ -45,13 +46,22 @@ class Tenants:
 
     Attributes:
         labels: by number.
-        shares: of the host slots, guaranteed to each, in parts of `WHOLE`.
+        shares: of the host slots, and of each directory, guaranteed to each, in parts of `WHOLE`.
         salts: the number of each, by prefix or digest of the salt.
     """
 
     labels: tuple[str, ...] = (REST,)
     shares: tuple[int, ...] = (0,)
     salts: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """What tells in a directory whose an object is, by number: as good as unique, 0 of `REST`.
+
+        It follows from the label alone, so that engines which share a directory agree.
+        """
+        digests = (hashlib.sha256(label.encode()).digest() for label in self.labels[1:])
+        return (0, *(1 + int.from_bytes(digest[:8]) % MAX_MARK for digest in digests))
 
     def number_of(self, salt: str | None) -> int:
         """Return whose salt this is: all of it counts first, then the longest prefix."""
@@ -139,6 +149,11 @@ class TenantsFile:
     def _watch(self) -> None:
         while not self._ended.wait(POLL_S):
             self.look(self._read())
+
+    def shares_by_mark(self) -> dict[int, int]:
+        """Look now, and return what is guaranteed to the objects of each mark."""
+        self.look(self._read())
+        return dict(zip(self.tenants.marks, self.tenants.shares, strict=True))
 
     def look(self, text: bytes | None) -> None:
         """Take over what the file has, None if it cannot be read, if that is new and of use."""

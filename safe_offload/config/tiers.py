@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,8 @@ class TierConfig:
         "one, or none.",
         is_secret=True,
     )
+    # Not a setting: the file of tenants, of which each has a share of a directory.
+    tenants_path: str = dataclasses.field(default="", repr=False)
 
     @classmethod
     def at(cls, url: str, **values: Any) -> TierConfig:

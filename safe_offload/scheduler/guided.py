@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.pins import Pins
-from safe_offload.scheduler.limits import PIN_KEY
+from safe_offload.scheduler.limits import PIN_KEY, TELL_KEY
 from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
 from safe_offload.scheduler.tenants import TenantPlanner
 
@@ -28,9 +28,17 @@ _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 """Of requests that another connector answers for."""
 
 
+def _asks(request: Request, key: str) -> bool:
+    """Whether a client wrote this key, and no other connector answers it."""
+    params = request.kv_transfer_params
+    is_ours = isinstance(params, dict) and not any(params.get(each) for each in _FOREIGN_KEYS)
+    return is_ours and params.get(key) is not None
+
+
 class GuidedPlanner(Planner):
-    """See `Planner`. Its own state: the pins, ended requests that are still to be demoted, and what
-    the clients of those that have ended since the last plan are told.
+    """See `Planner`. Its own state: the pins, ended requests that are still to be demoted, where
+    the tokens of those come from whose clients want to know, and what the clients of those that
+    have ended since the last plan are told.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class GuidedPlanner(Planner):
         self._nowhere: Present = tuple({} for _ in hits.geometry.group_block_sizes)
         self.pins = Pins(self.hits.slots, self.leases, self.options.pin_share)
         self._demoted: list[Request] = []
+        self._sources: dict[Request, dict[str, int]] = {}
         self._answers: dict[Request, dict[str, int]] = {}
 
     def on_new_request(self, request: Request) -> RequestState:
@@ -55,6 +64,27 @@ class GuidedPlanner(Planner):
         if is_new and not (request.skip_reading_prefix_cache or state.limits.leaves_nothing):
             self.pins.use(state, request.block_hashes)
         return state
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, now_s: float
+    ) -> int | None:
+        """See `Planner`."""
+        if _asks(request, TELL_KEY):
+            self._sources[request] = {"gpu_tokens": num_computed_tokens}
+        return super().get_num_new_matched_tokens(request, num_computed_tokens, now_s)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """See `Planner`."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        told = self._sources.get(request)
+        if told is None or (not num_external_tokens and "host_tokens" in told):
+            return  # it runs, now that its load has ended
+        by_tier = self.hit_tokens_by_tier(request, num_external_tokens)
+        from_tiers = sum(count for tier, count in by_tier.items() if tier)
+        told |= {"host_tokens": num_external_tokens - from_tiers, "tier_tokens": from_tiers}
+        told["computed_tokens"] = request.num_tokens - told["gpu_tokens"] - num_external_tokens
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
         """See `Planner`."""
@@ -77,16 +107,19 @@ class GuidedPlanner(Planner):
         self.pins.end(state)
         if limits.is_demoted and not self._is_disabled:
             self._demoted.append(request)
-        if limits.pin_s is None:
-            return None
-        if not limits.pin_s:
-            self.pins.remove(request.block_hashes)
-            self._answer(request, 0, 0)
-        else:
-            num_wanted, num_pinned = self._pin(request, limits.pin_s)
-            num_unpinned = max(0, num_wanted - num_pinned)
-            self._counters[Count.UNPINNED_TOKENS] += num_unpinned
-            self._answer(request, num_pinned, num_unpinned)
+        sources = self._sources.pop(request, {})
+        if "host_tokens" in sources:
+            self._answer(request, TELL_KEY, sources)
+        if limits.pin_s is not None:
+            num_pinned = num_unpinned = 0
+            if limits.pin_s:
+                num_wanted, num_pinned = self._pin(request, limits.pin_s)
+                num_unpinned = max(0, num_wanted - num_pinned)
+                self._counters[Count.UNPINNED_TOKENS] += num_unpinned
+            else:
+                self.pins.remove(request.block_hashes)
+            told = {"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned}
+            self._answer(request, PIN_KEY, told)
         return self._answers.get(request)
 
     def _pin(self, request: Request, pin_s: float) -> tuple[int, int]:
@@ -112,15 +145,12 @@ class GuidedPlanner(Planner):
             self.pins.add(key, more, pin_s)
         return num_wanted, max(num_pinned, num_all)
 
-    def _answer(self, request: Request, num_pinned: int, num_unpinned: int) -> None:
-        """Note what vLLM is to hand on to the client, unless another connector answers."""
-        params = request.kv_transfer_params
-        if not isinstance(params, dict) or any(params.get(key) for key in _FOREIGN_KEYS):
-            return
+    def _answer(self, request: Request, key: str, told: dict[str, int]) -> None:
+        """Note what vLLM is to hand on to a client that wrote a key."""
         # Under MultiConnector the next connector of ours finds it gone: two answers are an error.
-        if params.pop(PIN_KEY, None) is not None:
-            told = {"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned}
-            self._answers[request] = told
+        if _asks(request, key):
+            request.kv_transfer_params.pop(key)
+            self._answers.setdefault(request, {}).update(told)
 
     def _demote(self, request: Request) -> bool:
         """Let what the host has of a request go first; False while it is still being stored."""
@@ -145,6 +175,7 @@ class GuidedPlanner(Planner):
         """See `Planner`."""
         super().disable(report)
         self.pins.reset()
+        self._sources.clear()
 
     def gauges(self) -> dict[str, float]:
         """See `Planner`; what is pinned does not count as leased."""

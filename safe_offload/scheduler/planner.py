@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
+from safe_offload.compat.cache_hits import kept_boundary
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -23,7 +24,8 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
-from safe_offload.scheduler.cache.hit_curve import NO_RATES, HitCurve
+from safe_offload.scheduler.cache.end_curve import EndCurve
+from safe_offload.scheduler.cache.hit_curve import NO_RATES, Curve, HitCurve
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
@@ -663,16 +665,41 @@ class Planner(SchedulerSide):
 class EstimatingPlanner(Planner):
     """A planner that also estimates what other sizes of host memory would hit."""
 
-    curve: HitCurve | None = None
+    def __init__(self, *what: Any, **how: Any) -> None:
+        super().__init__(*what, **how)
+        self.curve: Curve | None = None
+        self.seen: set[RequestState] = set()
 
-    def on_new_request(self, request: Request) -> RequestState:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See `Planner`: what a request hits is decided when it first gets blocks."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        state = self.book.find(request)
+        if state is None or state in self.seen or state.limits.leaves_nothing:
+            return
+        self.seen.add(state)
+        if not request.skip_reading_prefix_cache:
+            size = self.hits.geometry.hash_block_size
+            ends = [end // size for end in (kept_boundary(request), *state.hit_ends)]
+            self.curve = self.curve or self._make_curve()
+            self.curve.see(request.block_hashes, (request.num_tokens - 1) // size, ends)
+
+    def _make_curve(self) -> Curve:
+        geometry, boundaries = self.hits.geometry, self.hits.boundaries
+        num_slots, per_hash = self.hits.slots.num_slots, boundaries.blocks_per_hash
+        if not boundaries.needs:
+            return HitCurve(max(1, round(num_slots / per_hash)))
+        align = geometry.alignment_tokens // geometry.hash_block_size
+        return EndCurve(num_slots, per_hash, boundaries.needs, align)
+
+    def request_finished(self, request: Request) -> Any:
         """See `Planner`."""
-        is_new = self.book.find(request) is None
-        state = super().on_new_request(request)
-        if is_new and not (request.skip_reading_prefix_cache or state.limits.leaves_nothing):
-            self.curve = self.curve or HitCurve(self.hits.slots.num_slots)
-            self.curve.see(request.block_hashes)
-        return state
+        state = self.book.find(request)
+        if state in self.seen and self.curve:
+            self.seen.remove(state)
+            self.curve.keep(request.block_hashes)
+        return super().request_finished(request)
 
     def gauges(self) -> dict[str, float]:
         """See `Planner`."""

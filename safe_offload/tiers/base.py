@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 Buffers = tuple[memoryview, ...]
@@ -45,11 +45,15 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What an object is found under; its hash is as vLLM computes it."""
+    """What an object is found under; its hash is as vLLM computes it.
+
+    `mark`: of one that is written, whose it is (`Tenants.marks`).
+    """
 
     namespace: bytes
     group_idx: int
     block_hash: bytes
+    mark: int = field(default=0, compare=False)
 
 
 class Tier(Protocol):

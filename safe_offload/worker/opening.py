@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import specs
@@ -169,6 +169,8 @@ class Opening:
         guarded_tiers = []
         for config in self.config.tiers:
             facts = namespace_facts.facts_of(config)
+            if self.config.tenants:
+                config = replace(config, tenants_path=self.config.tenants)  # noqa: PLW2901
             tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
             guarded = GuardedTier(

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +22,15 @@ import numpy as np
 
 from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
-from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
+from safe_offload.protocol import (
+    FailureReason,
+    Keys,
+    MarkedTransfer,
+    Outcome,
+    Presence,
+    Probe,
+    TierTransfer,
+)
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
@@ -84,6 +92,7 @@ class PendingMessage:
         origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
         slot_ids: of a fetch or a spill, one for each key.
         places: of a fetch or a spill, those in its keys that are this rank's.
+        marks: of a spill with tenants, see `MarkedTransfer`.
         tiers: of a probe, see `Presence.tiers`.
         missing: of the places, what has not been moved.
         task: that answers it; None before the loop has taken it.
@@ -96,6 +105,7 @@ class PendingMessage:
     origins: bytes = b""
     slot_ids: Sequence[int] = ()
     places: Sequence[int] = ()
+    marks: Sequence[int] = ()
     tiers: bytes = field(init=False)
     missing: Sequence[int] = ()
     failure: FailureReason | None = None
@@ -241,7 +251,8 @@ class TierRunner:
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:
         number, keys = transfer.transfer_id, transfer.keys
         places = self._share.part(len(keys), number)
-        more = transfer.origins, transfer.slot_ids, places
+        marks = transfer.marks if isinstance(transfer, MarkedTransfer) else ()
+        more = transfer.origins, transfer.slot_ids, places, marks
         return PendingMessage(operation, number, keys, transfer.generation, *more)
 
     def _take(self, pending: PendingMessage) -> None:
@@ -395,7 +406,10 @@ class TierRunner:
         self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
     ) -> tuple[list[Name], list[Buffers]]:
         slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        return guarded.names(pending.keys_at(places), pending.generation), slots
+        names = guarded.names(pending.keys_at(places), pending.generation)
+        if marks := pending.marks:
+            names = [replace(n, mark=marks[at]) for n, at in zip(names, places, strict=True)]
+        return names, slots
 
     async def _spill(self, pending: PendingMessage) -> None:
         places = pending.missing

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import termios
 import threading
+from argparse import Namespace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -16,6 +17,9 @@ from rich.live import Live
 
 from safe_offload.commands import top
 from safe_offload.commands.cli import main
+from safe_offload.commands.doctor.command import read_rest
+from safe_offload.commands.doctor.findings import Severity
+from safe_offload.commands.doctor.memory import check_hits
 from safe_offload.commands.top import PREFIX, TopError, Watch, metrics_url, worth
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import (
@@ -178,6 +182,11 @@ def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
     assert "chat 6.00 MiB, 4.00 MiB guaranteed hit tokens 1,000 0/s missed tokens 0 0/s" in text
     assert "rest 0 bytes, 0 bytes guaranteed" in text
     assert "evicted blocks 8" in text
+
+
+def test_what_is_pinned_has_a_row(server, capsys):
+    server.observe({}, slots=100, pins=3, pinned_slots=40)
+    assert "slots pinned 40, 3 prompts 40" in shown(server, capsys)
 
 
 def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):
@@ -384,3 +393,28 @@ def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(server, k
         child.wait()
         os.close(ours)
         os.close(theirs)
+
+
+def test_doctor_says_what_a_running_server_would_hit_with_more_memory(server):
+    server.observe({})
+    (nothing,) = check_hits(server.url)
+    assert "nothing is estimated" in nothing.found
+    rates = {"half": 0.1, "present": 0.2, "double": 0.28, "quadruple": 0.3, "everything": 0.31}
+    server.observe({}, **{f"estimated_hits_{size}": rate for size, rate in rates.items()})
+    (found,) = check_hits(server.url)
+    assert (found.id, found.severity) == ("memory.hits", Severity.INFO)
+    assert found.found == (
+        "of the blocks asked for, this host memory would hold 20%, "
+        "half of it 10%, twice 28%, four times 30%, memory for everything 31%"
+    )
+    server.status = 404
+    (problem,) = check_hits(server.url)
+    assert problem.severity is Severity.ERROR
+    assert "answers 404" in problem.found
+    assert problem.fix
+
+
+def test_doctor_reads_the_address_among_vllms_arguments():
+    arguments = Namespace(rest=["serve", "m", "--url", "http://a:1"], json=False, url="")
+    assert read_rest(arguments) == ["m"]
+    assert arguments.url == "http://a:1"

@@ -52,7 +52,6 @@ ROWS = rows()
 def kv_cache_of(row: Row) -> tuple[Any, Any]:
     """vLLM's configuration and layout for a model of this shape, of one rank."""
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     config = make_config(EngineShape())
@@ -71,8 +70,7 @@ def kv_cache_of(row: Row) -> tuple[Any, Any]:
     for index in range(row.num_windowed):
         window = SlidingWindowSpec(**shape, sliding_window=row.window_tokens)
         layers[f"windowed.{index}"] = window
-    (kv_cache_config,) = get_kv_cache_configs(config, [layers], [100 * GIB])
-    return config, kv_cache_config
+    return config, specs.plan_kv_cache(config, layers, 100 * GIB)
 
 
 def test_the_table_is_found():

@@ -8,7 +8,8 @@ import pytest
 
 from safe_offload.errors import ConfigError
 from safe_offload.observe.counters import of_tenant
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
+from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
 
 SALT = "5ecret-9f1c07aa"
@@ -90,3 +91,51 @@ def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_count
 def test_a_bad_file_ends_the_start_with_its_fix(make_rig: MakeRig, tmp_path: Any):
     with pytest.raises(ConfigError, match="it cannot be read"):
         make_rig(extra={"tenants": str(tmp_path / "missing")})
+
+
+def test_a_spill_says_whose_each_block_is(tmp_path: Any):
+    path = tmp_path / "tenants.json"
+    path.write_bytes(text_of(chat="50%", batch="20%"))
+    rig = TierRig(num_slots=40, num_blocks=40, extra={"tenants": str(path)})
+    rig.start()
+    del rig.spills[:]
+    for label in ("chat", "batch", "nobody"):
+        rig.add(label, rig.prompt(2 * BLOCK_TOKENS, 3), 1, cache_salt=f"{SALT}-{label}")
+    rig.drain()
+    tenants = rig.planner.slots.tenants
+    marks = [mark for spill in rig.spills for mark in spill.marks]
+    assert sorted(marks) == sorted(2 * tenants.marks)
+    owners = rig.planner.slots.by_tenant.owners
+    for spill in rig.spills:
+        assert list(spill.marks) == [tenants.marks[owners[slot]] for slot in spill.slot_ids]
+    assert len(set(tenants.marks)) == 3
+    rig.close()
+
+
+def test_whom_no_slot_can_become_free_for_is_not_kept_waiting_for_tiers(tmp_path: Any):
+    """Others are guaranteed all there is, and have no more; once they have less, it is fetched."""
+    path = tmp_path / "tenants.json"
+    shares = {"chat": {"share": "100%", "prefix": f"{SALT}-chat"}}
+    path.write_text(json.dumps({"guaranteed": shares}))
+    asks = {"max_tokens": 1, "cache_salt": f"{SALT}-nobody"}
+    first = TierRig(num_slots=40, num_blocks=40)
+    first.start()
+    first.add("warm", first.prompt(33, 1), **asks)
+    first.drain()
+    rig = TierRig(num_slots=40, num_blocks=40, extra={"tenants": str(path)}, tier=first.tier)
+    rig.start()
+    for number in range(5):
+        ask(rig, f"chat {number}", "chat", 33, number)
+    assert slots_of(rig) == {"rest": 0, "chat": 40}
+    began_s, times = rig.clock.now_s, times_of_waiting(rig, "a")
+    rig.add("a", rig.prompt(33, 1), **asks)
+    rig.drain()
+    assert rig.clock.now_s - began_s < WAIT_S / 2, times
+    assert rig.counts["roomless_blocks"] == 8
+    rig.planner.file.look(b"{}")
+    rig.forget_gpu_cache()
+    rig.add("b", rig.prompt(33, 1), **asks)
+    rig.drain()
+    assert rig.counts["fetched_blocks"] == 8
+    for each in (first, rig):
+        each.close()

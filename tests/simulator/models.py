@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1 import kv_cache_interface as kv
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    kv_cache_groups_tp_replicas,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
+try:
+    from vllm.v1.core.kv_cache_planning import kv_cache_groups_tp_replicas
+except ImportError:  # up to vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
+
+from safe_offload.compat import specs
 from tests.simulator.groups import Group
 
 TENSOR_RANKS = 8
@@ -447,13 +449,17 @@ def make_cache(recipe: Recipe, config: Any, num_bytes: int = 0) -> ModelCache:
     # The DeepSeek-V4 indexer can be read in these only; for the others it is one of several.
     config.cache_config.kv_cache_layout = "BLHNC"
     layers = dict(model.layers(recipe, block))
-    worker_configs = get_kv_cache_configs(config, [layers], [num_bytes or 1 << 50])
-    kv_cache_config = generate_scheduler_kv_cache_config(worker_configs)
+    targets = dict(model.layers(replace(recipe, drafts=""), block))
+    for name in layers.keys() - targets.keys():
+        if hasattr(layers[name], "is_draft"):  # since vLLM 0.33, whose model runner sets it
+            layers[name] = replace(layers[name], is_draft=True)
+    worker_config = specs.plan_kv_cache(config, layers, num_bytes or 1 << 50)
+    kv_cache_config = generate_scheduler_kv_cache_config([worker_config])
     groups = kv_cache_config.kv_cache_groups
     cacheable = [g.kv_cache_spec for g in groups if g.kv_cache_spec.prefix_cacheable]
     return ModelCache(
         kv_cache_config,
-        worker_configs[0],
+        worker_config,
         block,
         math.gcd(*(s.block_size * _ranks(s, recipe) for s in cacheable)) // recipe.match_units,
         kv_cache_groups_tp_replicas(groups, recipe.tensor_ranks, recipe.decode_ranks),

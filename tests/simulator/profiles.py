@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
+from tests.simulator.models import Recipe
 from tests.simulator.tenants import TENANTS_FILE
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import EngineShape
@@ -257,6 +258,19 @@ PROFILES: dict[str, Profile] = {
         _TOGETHER,
         copy_ticks_max=40,
         faults={CopyFault.STALL: 20, CopyFault.FAIL: 4},
+    ),
+    "mamba-drafts": Profile(
+        "Mamba states with MTP drafts on a GPU; of states there is what vLLM keeps by default",
+        EngineShape(
+            recipe=Recipe("qwen3-next", "mtp", 2),
+            num_draft_tokens=2,
+            retention_interval=0,
+            num_blocks=60,
+            num_slots=120,
+            max_batched_tokens=64,
+            has_streams=True,
+        ),
+        Workload(num_requests=32, num_stems=2, num_steps=120, stem_tokens=90, tail_tokens=20),
     ),
     "failing": Profile(
         "copies fail, are refused, stand still, on three ranks",

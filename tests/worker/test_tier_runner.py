@@ -16,6 +16,7 @@ from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     FailureReason,
     Keys,
+    MarkedTransfer,
     Outcome,
     Presence,
     Probe,
@@ -352,6 +353,18 @@ def test_a_spill_goes_to_every_tier_and_is_missing_only_where_none_took_it(make_
     assert rig.spill(2, [3], D) is None, "the far tier still reads the slot"
     far.release()
     assert rig.outcome(2) == ()
+
+
+def test_a_tier_is_told_whose_each_object_is_that_this_rank_writes(make_rig):
+    rig, marks = make_rig(share=Share(1, 2)), ids_of([7, 8, 9, 0])
+    message = keys(A, B, C, D), ids_of([0, 1, 2, 3])
+    rig.runner.spill(MarkedTransfer(2, *message, marks=marks))
+    rig.drain()
+    assert {name(A): 7, name(B): 8, name(C): 9, name(D): 0}.items() > {
+        written: written.mark for written in rig.tier.objects
+    }.items()
+    assert len(rig.tier.objects) == 2
+    assert any(written.mark for written in rig.tier.objects)
 
 
 def test_ranks_with_one_copy_divide_what_is_moved_and_not_what_is_asked(make_rig):

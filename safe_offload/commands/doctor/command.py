@@ -3,8 +3,9 @@
     safe-offload doctor
     safe-offload doctor MODEL --kv-transfer-config '{"kv_connector":"SafeCPUOffloadConnector"}'
     safe-offload doctor MODEL -tp 8 --max-model-len 32768 --kv-transfer-config '{...}'
+    safe-offload doctor --url http://localhost:8000
 
-Write what follows `vllm serve`: every argument but --json is read by vLLM's own parser. Each
+Write what follows `vllm serve`: every other argument but --json is read by vLLM's own parser. Each
 finding says what was found, and if something is wrong what was expected and the fix. The exit
 status is 0 if there is nothing to change, else 1. Nothing is started; what is written to a tier, to
 try it, is deleted again.
@@ -39,7 +40,7 @@ _PASTED: Final = ("vllm", "serve")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of the command; what it does not know is for vLLM."""
-    parser.usage = "safe-offload doctor [--json] [MODEL] [any argument of `vllm serve`]"
+    parser.usage = "safe-offload doctor [--json] [--url URL] [MODEL] [any argument of `vllm serve`]"
     parser.allow_abbrev = False
     parser.set_defaults(rest=[])
     _add_options(parser)
@@ -47,6 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--url", default="", help="of a running server: what more memory brings")
     parser.add_argument(
         "--kv-transfer-config", metavar="JSON", default="", help="as vLLM is given it"
     )
@@ -59,7 +61,7 @@ def run_command(arguments: Namespace) -> int:
     rest = read_rest(arguments)
     written = configuration.Written.read(arguments.kv_transfer_config)
     probe = VllmProbe(vllm_arguments(rest, written))
-    findings = examine(written, probe, read_machine())
+    findings = examine(written, probe, read_machine(), arguments.url)
     text = render(findings)
     if arguments.json:
         text = json.dumps({"findings": [found.to_json() for found in findings]}, indent=1)
@@ -85,7 +87,9 @@ def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[
     return [*rest, "--kv-transfer-config", text]
 
 
-def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) -> list[Finding]:
+def examine(
+    written: configuration.Written, probe: VllmProbe, machine: Machine, url: str = ""
+) -> list[Finding]:
     """Run every check; return the findings by theme."""
     found = guarded("configuration", configuration.check_written, written)
     trials: list[Trial] = []
@@ -101,6 +105,8 @@ def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) 
     found += guarded("versions", versions.check_versions, vllm)
     found += guarded("versions", versions.check_gpu_packages, is_gpu)
     found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
+    if url:
+        found += guarded("memory", memory.check_hits, url)
     found += guarded("model", model.check_model, vllm, configs)
     found += guarded("tiers", _check_tiers, configs, vllm)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from safe_offload.commands import top
 from safe_offload.commands.doctor.findings import Finding, info, ok, refusal, warning
 from safe_offload.commands.doctor.machine import Machine
 from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts
@@ -12,6 +13,14 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.worker.memory.host_memory import check_host_bytes
+
+SIZES = {
+    "half": "half of it",
+    "double": "twice",
+    "quadruple": "four times",
+    "everything": "memory for everything",
+}
+"""By the names of gauges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +190,26 @@ def _placement(id: str, machine: Machine, gpu: str, node: int) -> Finding:
 
 def _nodes(count: int) -> str:
     return f"{count} NUMA node{'' if count == 1 else 's'}" if count else "no NUMA nodes are told"
+
+
+def check_hits(url: str) -> Iterator[Finding]:
+    """Say what a running server estimates that other sizes of host memory would hit."""
+    id = "memory.hits"
+    try:
+        reading = top.read(top.metrics_url(url))
+    except top.TopError as problem:
+        yield refusal(id, str(problem), "metrics of a running server", "give its address")
+        return
+    found = {size: reading.largest(f"estimated_hits_{size}") for size in ("present", *SIZES)}
+    if not found["everything"]:
+        yield info(
+            id,
+            "nothing is estimated to be hit, however large the host memory: without "
+            '"estimate_hit_rates": true, or no prompt has come back yet',
+        )
+        return
+    others = ", ".join(f"{words} {found[size]:.0%}" for size, words in SIZES.items())
+    yield info(
+        id,
+        f"of the blocks asked for, this host memory would hold {found['present']:.0%}, {others}",
+    )

@@ -149,7 +149,6 @@ def _model_facts(args: Any) -> dict[str, Any]:
         initialize_model_parallel,
     )
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     from safe_offload.compat import specs, whole_blocks
@@ -175,7 +174,7 @@ def _model_facts(args: Any) -> dict[str, Any]:
             initialize_model(vllm_config=config)
         spec = get_kv_cache_spec(config)
         whole_blocks.settle_kv_cache_layout(config)
-        (kv_cache,) = get_kv_cache_configs(config, [spec], [ENOUGH_BYTES])
+        kv_cache = specs.plan_kv_cache(config, spec, ENOUGH_BYTES)
         return {
             "block_bytes": specs.block_bytes(kv_cache),
             "num_request_blocks": specs.num_blocks_of_longest_request(config, kv_cache),

@@ -54,8 +54,7 @@ class EvictionPolicy:
         self._queue.remove(slots)
 
     def hurry(self, slots: Sequence[int], now_s: float) -> None:
-        """Let evictable slots go before all others, the first of them first."""
-        self.hold(slots)
+        """Make filled slots evictable before all others, the first of them first; see `release`."""
         self._queue.prepend(slots, now_s)
 
     def peek(self, count: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 
 NUM_SAMPLED = 1024  # keys of the sampled cache of the present size; more above 262,144 slots
 NUM_SEEN_MAX = 8192  # sampled keys that are remembered however long ago they were seen
@@ -17,55 +17,42 @@ FACTORS = {"half": 0.5, "present": 1.0, "double": 2.0, "quadruple": 4.0}
 NO_RATES = {f"estimated_hits_{size}": 0.0 for size in (*FACTORS, "everything")}
 
 
-class HitCurve:
-    """Caches of some sizes in miniature, least recently used first, for one key in so many.
-
-    A prompt is looked up before it is used, and used from its tail to its head, as real slots are.
-    So no block outlasts the one before it, what is held of a prompt is its first blocks, and the
-    rule that only a leading run is a hit needs no other check: each key is looked at alone.
-    """
+class Curve:
+    """What blocks were asked for and would have been held, by size; the last one is everything."""
 
     def __init__(self, num_slots: int) -> None:
-        # All is mutable, and only `see` changes it.
+        # All is mutable, and only `see` and `keep` change it.
         num_values = max(1, min(256, round(256 * NUM_SAMPLED / num_slots)))
         self._rate = num_values / 256
         values = b"".join(b"\\x%02x" % value for value in range(num_values))
         self._sampled = re.compile(b"[" + values + b"]")
-        self._sizes = [max(1, round(num_slots * self._rate * f)) for f in FACTORS.values()]
-        self._caches: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in FACTORS]
-        self._seen: set[bytes] = set()
-        self._seen_values = _NUM_VALUES  # below it is the value of a key that is remembered
-        # By size, the last one everything: keys held, keys asked for, and expected to be.
         self._held, self._asked, self._expected = ([0.0] * len(NO_RATES) for _ in range(3))
 
-    def see(self, hashes: Sequence[bytes]) -> None:
-        """A prompt with these blocks is asked for."""
+    def see(self, hashes: Sequence[bytes], num_usable: int, ends: Iterable[int]) -> None:
+        """A prompt is asked for.
+
+        Args:
+            num_usable: its first blocks without that of its last token, which is always computed.
+            ends: numbers of blocks after which hits end, beside all its blocks, that are known.
+        """
+        raise NotImplementedError
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """A request has ended: its blocks are there, the answer's too."""
+        raise NotImplementedError
+
+    def _sample(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the places of the blocks that are sampled."""
         if not hashes:
-            return
+            return []
         size = len(hashes[0])
         last_bytes = b"".join(hashes)[size - 1 :: size]
-        keys = [hashes[found.start()] for found in self._sampled.finditer(last_bytes)]
-        expected = len(hashes) * self._rate
-        for index, cache in enumerate(self._caches):
-            self._count(index, keys, cache, expected)
-            for key in reversed(keys):
-                cache[key] = None
-                cache.move_to_end(key)
-            while len(cache) > self._sizes[index]:
-                cache.popitem(last=False)
-        kept = [key for key in keys if _value(key) < self._seen_values]
-        self._count(-1, kept, self._seen, expected * self._seen_values / _NUM_VALUES)
-        self._seen.update(kept)
-        while len(self._seen) > NUM_SEEN_MAX and self._seen_values > 1:
-            self._seen_values //= 2
-            self._seen = {key for key in self._seen if _value(key) < self._seen_values}
-            self._halve(-1)  # what was counted weighs as much as what will be
+        return [found.start() for found in self._sampled.finditer(last_bytes)]
 
-    def _count(
-        self, index: int, keys: list[bytes], held: Container[bytes], expected: float
-    ) -> None:
-        self._held[index] += sum(map(held.__contains__, keys))
-        self._asked[index] += len(keys)
+    def _count(self, index: int, held: float, asked: float, expected: float) -> None:
+        """Count the blocks that are held, and those that are asked for and expected to be."""
+        self._held[index] += held
+        self._asked[index] += asked
         self._expected[index] += expected
         if self._asked[index] > NUM_ASKED_MAX:
             self._halve(index)
@@ -78,6 +65,53 @@ class HitCurve:
         """Return by size, named as gauges, the part of all blocks that it would have had."""
         rates = map(_rate, self._held, self._asked, self._expected)
         return dict(zip(NO_RATES, rates, strict=True))
+
+
+class HitCurve(Curve):
+    """Caches of some sizes in miniature, least recently used first, for one key in so many.
+
+    A prompt is looked up before it is used, and used from its tail to its head, as real slots are.
+    So no block outlasts the one before it, what is held of a prompt is its first blocks, and the
+    rule that only a leading run is a hit needs no other check: each key is looked at alone.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._sizes = [max(1, round(num_slots * self._rate * f)) for f in FACTORS.values()]
+        self._caches: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in FACTORS]
+        self._seen: set[bytes] = set()
+        self._seen_values = _NUM_VALUES  # below it is the value of a key that is remembered
+
+    def see(self, hashes: Sequence[bytes], num_usable: int = 0, ends: Iterable[int] = ()) -> None:
+        """See `Curve`."""
+        keys = [hashes[place] for place in self._sample(hashes)]
+        expected = len(hashes) * self._rate
+        for index, cache in enumerate(self._caches):
+            self._count(index, sum(map(cache.__contains__, keys)), len(keys), expected)
+        kept = self._kept(keys)
+        expected *= self._seen_values / _NUM_VALUES
+        self._count(-1, sum(map(self._seen.__contains__, kept)), len(kept), expected)
+        self._use(keys)
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """See `Curve`."""
+        self._use([hashes[place] for place in self._sample(hashes)])
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        for cache, size in zip(self._caches, self._sizes, strict=True):
+            for key in reversed(keys):
+                cache[key] = None
+                cache.move_to_end(key)
+            while len(cache) > size:
+                cache.popitem(last=False)
+        self._seen.update(self._kept(keys))
+        while len(self._seen) > NUM_SEEN_MAX and self._seen_values > 1:
+            self._seen_values //= 2
+            self._seen = set(self._kept(self._seen))
+            self._halve(-1)  # what was counted weighs as much as what will be
+
+    def _kept(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [key for key in keys if _value(key) < self._seen_values]
 
 
 _NUM_VALUES = 1 << 16

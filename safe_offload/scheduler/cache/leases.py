@@ -44,21 +44,17 @@ class Lease:
         """Whether the lease still protects its slots."""
         return self._book is not None
 
-    def release(self) -> None:
-        """Let go of all slots, given in prefix order; a second call does nothing."""
+    def release(self, first: Sequence[int] = ()) -> None:
+        """Let go of all slots, given in prefix order; a second call does nothing.
+
+        Args:
+            first: those of the slots that are evicted before all others.
+        """
         if self._book is not None:
             book, self._book = self._book, None
             del book._held[self]
             if self.slots:
-                book._pool.release(self.slots)
-
-    def put_back(self) -> None:
-        """Let go of all slots; those that nothing else leases are evicted before all others."""
-        slots = self.slots
-        if self._book is not None:
-            pool = self._book._pool
-            self.release()
-            pool.evict_first(slots)
+                book._pool.release(self.slots, first)
 
     def keep(self, kind: LeaseKind, slots: list[int]) -> None:
         """Hold some of its slots for another reason, and let go of the others."""

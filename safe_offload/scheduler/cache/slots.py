@@ -66,6 +66,11 @@ class SlotPool:
         return self.num_free
 
     @property
+    def num_in_reach(self) -> int:
+        """What grants could take for those that are served if nothing were leased."""
+        return self.num_usable
+
+    @property
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)
@@ -128,10 +133,13 @@ class SlotPool:
         self._leased.update(slots)
         self._evictable.hold(slots)
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """Take one lease from each slot, given in prefix order.
 
         The tail of a prefix is evicted before its head, without which it can never be hit.
+
+        Args:
+            first: those of the slots, each once, that go before all others, in this order.
 
         Raises:
             InvariantError: one of them is not leased; then nothing has changed.
@@ -153,20 +161,27 @@ class SlotPool:
             slots = last
         self._leased.difference_update(slots)
         hashes = self.directory.hashes
-        if None not in map(hashes.__getitem__, slots):
-            self._evictable.release(slots[::-1], self._now_s)
-        else:
-            filled = [slot for slot in reversed(slots) if hashes[slot] is not None]
-            self._evictable.release(filled, self._now_s)
+        if None in map(hashes.__getitem__, slots):
             self._empty += [slot for slot in reversed(slots) if hashes[slot] is None]
+            slots = [slot for slot in slots if hashes[slot] is not None]
+        if first:
+            first = self._unleased(first)
+            slots = list(filterfalse(set(first).__contains__, slots))
+        self._evictable.release(slots[::-1], self._now_s)
+        if first:
+            self._evictable.hurry(first, self._now_s)
 
     def evict_first(self, slots: Sequence[int]) -> None:
         """Let those of the slots that are evictable go before all others, in this order."""
-        hashes = self.directory.hashes
-        self._evictable.hurry(
-            [slot for slot in slots if hashes[slot] is not None and slot not in self._leased],
-            self._now_s,
-        )
+        slots = self._unleased(slots)
+        self._evictable.hold(slots)
+        self._evictable.hurry(slots, self._now_s)
+
+    def _unleased(self, slots: Sequence[int]) -> list[int]:
+        """Return those of the slots that hold something and that nothing leases."""
+        if None in map(self.directory.hashes.__getitem__, slots):
+            slots = [slot for slot in slots if self.directory.hashes[slot] is not None]
+        return list(filterfalse(self._leased.__contains__, slots))
 
     def next_evicted(self, count: int) -> list[int]:
         """Return up to `count` evictable slots, those that go first, in their order."""

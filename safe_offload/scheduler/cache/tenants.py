@@ -158,6 +158,13 @@ class TenantSlots(SlotPool):
         """See `SlotPool`."""
         return self.num_empty + sum(self.by_tenant.payments(len(self.by_tenant)))
 
+    @property
+    def num_in_reach(self) -> int:
+        """See `SlotPool`; one in reach is enough for a share."""
+        policy = self.by_tenant
+        has_any = self.num_empty or policy.held[policy.asking] or max(policy.above) > 0
+        return self.num_usable if has_any else 0
+
     def open(self, num_usable: int) -> None:
         """See `SlotPool`."""
         super().open(num_usable)
@@ -174,10 +181,10 @@ class TenantSlots(SlotPool):
         policy.held[policy.asking] += len(granted)
         return granted
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """See `SlotPool`."""
         num_empty = len(self._empty)
-        super().release(slots)
+        super().release(slots, first)
         self._emptied(num_empty)
 
     def _forgotten(self, slots: list[int]) -> None:

@@ -37,6 +37,8 @@ class Boundaries:
 
     Attributes:
         every: positions are multiples of so many tokens; 0 for none.
+        blocks_per_hash: that attention without gaps takes for each hash of a request.
+        needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
@@ -49,6 +51,9 @@ class Boundaries:
         blocks_per_token = sum(
             1 / size for size, need in zip(sizes, needs, strict=True) if not need
         )
+        self.blocks_per_hash = blocks_per_token * self._hash_block_size
+        hashes_per_block = (size / self._hash_block_size for size in sizes)
+        self.needs = [need for need in zip(needs, hashes_per_block, strict=True) if need[0]]
         if geometry.retention_interval == 0 and blocks_per_token:
             num_tokens = SHARE_MAX * sum(needs) / blocks_per_token
             if geometry.has_states:

@@ -8,9 +8,9 @@ because it can do without a call for each block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, filterfalse
+from itertools import chain, compress, filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -190,7 +190,7 @@ class HostHits:
     ) -> None:
         self.slots = slots
         self.directory = slots.directory
-        _, hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
+        self._block_size, hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
         pool = FoundAsBlocks(self.directory, hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
         self.geometry = GroupGeometry(vllm_config, kv_cache_config, self._coordinator)
@@ -200,6 +200,13 @@ class HostHits:
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
         self._reads_ends = cache_hits.reads_ends(self._coordinator)
+        self._skips: list[tuple[int, Callable[[int], int] | None]] = []
+        """Of each group, how many tokens those after so many skip; None: none. Empty: see vLLM."""
+        if not (self.geometry.ends_inside_blocks or self._coordinator.eagle_group_ids):
+            skips = [m.get_num_skipped_tokens for m in self._coordinator.single_type_managers]
+            for group_idx in self.geometry.group_ids:
+                reads_end = self._reads_ends[group_idx]
+                self._skips.append((group_idx, skips[group_idx] if reads_end else None))
         self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
         self.parted_at = 0
         self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
@@ -254,12 +261,51 @@ class HostHits:
             return Ends((), ())
         needed: set[int] = set()
         for end in {request.num_prompt_tokens - 1, request.num_tokens, *ends}:
-            hit = self.find_hit(request.block_hashes, 0, end)
-            if hit is not None:
-                needed.update(*compress(hit.slots_by_group, self._reads_ends))
+            needed.update(self._read_up_to(request, end))
         others = needed.difference(found, (NO_SLOT,))
         spare = filterfalse(needed.__contains__, self.slots.unread(found))
         return Ends(list(spare), sorted(others))
+
+    def _read_up_to(self, request: Request, end: int) -> Iterable[int]:
+        """Return the windows and states that the longest hit up to a token reads.
+
+        It nearly always ends with the last block, or the last that is computed, and then no search
+        is needed to tell what it reads.
+        """
+        last = end - end % self._block_size
+        if self._skips:
+            for place in (last, last - self._block_size):
+                if place > 0 and (read := self._read_at(request, place)) is not None:
+                    return read
+        hit = self.find_hit(request.block_hashes, 0, end)
+        if hit is None:
+            return ()
+        found = list(chain(*compress(hit.slots_by_group, self._reads_ends)))
+        if self._coordinator.eagle_group_ids:  # a search finds one more block, and drops it
+            for group_idx in filter(self._reads_ends.__getitem__, self.geometry.group_ids):
+                place = hit.num_tokens // self.geometry.group_block_sizes[group_idx]
+                dropped = self.geometry.hashes_of(request, group_idx)[place : place + 1]
+                found += self.directory.find_run(group_idx, dropped)
+        return found
+
+    def _read_at(self, request: Request, end: int) -> list[int] | None:
+        """Return the windows and states that a hit reads which ends with a block.
+
+        Returns:
+            None if the host does not have them, or not what attention without gaps reads last.
+        """
+        read: list[Any] = []
+        for group_idx, num_skipped in self._skips:
+            size = self.geometry.group_block_sizes[group_idx]
+            count = end // size
+            first = num_skipped(end) // size if num_skipped else count - 1
+            hashes = self.geometry.hashes_of(request, group_idx)[first:count]
+            found = list(map(self.directory.tables[group_idx].get, hashes))
+            if None in found or len(found) < count - first:
+                return None
+            if num_skipped:
+                read += found
+        return read if self.directory.being_stored.isdisjoint(read) else None
 
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int

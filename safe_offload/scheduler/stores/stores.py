@@ -181,15 +181,13 @@ class Stores:
 
         What they do not need goes first: windows and states that are spare.
         """
-        prefix = self._prefixes.get(state)
-        spare: Sequence[int] = ()
-        if prefix is not None and not self._hits.geometry.is_plain:
+        prefix = None if self._hits.geometry.is_plain else self._prefixes.pop(state, None)
+        self.release_prefix(state)
+        if prefix is not None:
             spare, needed = self._hits.at_ends(state.request, state.hit_ends, prefix.slots)
             if needed:
                 self._leases.extend(prefix, needed)
-        self.release_prefix(state)
-        if spare:
-            self._hits.slots.evict_first(spare)
+            prefix.release(first=spare)
 
     # ---- a step is planned ---------------------------------------------------------------------
 

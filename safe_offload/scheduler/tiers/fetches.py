@@ -64,7 +64,7 @@ class Fetches:
     @property
     def has_share(self) -> bool:
         """Whether there will ever be room: in a pool of very few slots there is none."""
-        return self._hits.slots.num_usable >= SHARE
+        return self._hits.slots.num_in_reach >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
         """Fetch blocks for a request; return the pieces.

@@ -212,7 +212,7 @@ class Spills:
         counters[Count.SPILLED_BLOCKS] += len(written) - num_kept
         counters[Count.DROPPED_SPILLS_REFUSED] += len(slots) - len(written)
         if self._evicted_only:
-            spill.lease.put_back()
+            spill.lease.release(first=spill.lease.slots)
         else:
             spill.lease.release()
 

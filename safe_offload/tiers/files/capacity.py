@@ -6,7 +6,8 @@ than `usage` says, which is never more than the limit. What a killed process had
 taken until the next count. A process without a limit takes what it writes as well, so that those
 with one know of it.
 
-When little is left, one process counts what is there and evicts the least recently used. It holds
+When little is left, one process counts what is there and evicts the least recently used; with
+tenants, of those who have most above their share of what stays (`_payments`). It holds
 `evict.lock`, which the kernel frees with its process. A count sees only what has been written, so
 it makes void what was taken ahead before (the generation in `usage`).
 
@@ -22,7 +23,8 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -30,6 +32,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
+from safe_offload.config.tenants import WHOLE
 from safe_offload.config.units import MIB
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
@@ -60,6 +63,7 @@ _DIGEST: Final = struct.Struct("<Q")
 _PAIR_BYTES: Final = _PAIR.size + _DIGEST.size
 _UNKNOWN_BYTES: Final = 1 << 62  # taken, until it is known: more than any limit
 _UNCOUNTED: Final = -1
+_UNDIVIDED: Final[Mapping[int, int]] = {}
 
 
 class Usage(NamedTuple):
@@ -99,10 +103,14 @@ class CapacityShare:
 
     Args:
         limit_bytes: of all processes together; None for no limit.
+        shares: returns by mark what part of what stays is guaranteed, in parts of `WHOLE`.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(
+        self, limit_bytes: int | None, shares: Callable[[], Mapping[int, int]] = dict
+    ) -> None:
         self._limit_bytes = limit_bytes
+        self._shares = shares
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._generation = -1
@@ -207,7 +215,8 @@ class CapacityShare:
         """
         kept, has_room = None, False
         try:
-            kept = keep(root_fd, self._limit_bytes, is_disk_full=is_disk_full)
+            shares = self._shares()
+            kept = keep(root_fd, self._limit_bytes, is_disk_full=is_disk_full, shares=shares)
             if kept is None:
                 has_room = _await_other_count(root_fd)
             else:
@@ -244,6 +253,7 @@ def keep(
     is_disk_full: bool = False,
     to_bytes: int | None = None,
     used_before_ns: int = 0,
+    shares: Mapping[int, int] = _UNDIVIDED,
 ) -> Kept | None:
     """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
 
@@ -251,6 +261,7 @@ def keep(
         is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
         to_bytes: evict until no more than that is there.
         used_before_ns: evict what was last used before that, in any case.
+        shares: see `CapacityShare`.
 
     Returns:
         What was done; None if another process is at it.
@@ -273,11 +284,10 @@ def keep(
             if is_disk_full:
                 batch_bytes = last.next_bytes(held_bytes - files.temporary_bytes)
                 to_bytes = min(to_bytes, held_bytes - batch_bytes)
-        cutoff_ns = max(files.cutoff_ns(held_bytes - to_bytes), used_before_ns)
+        due = files.due(held_bytes - to_bytes, shares)
         num_evicted, evicted_bytes = 0, 0
-        if cutoff_ns > 0:
-            excess_bytes = held_bytes - to_bytes
-            num_evicted, evicted_bytes = _evict(root_fd, cutoff_ns, excess_bytes, used_before_ns)
+        if due or used_before_ns > 0:
+            num_evicted, evicted_bytes = _evict(root_fd, due, used_before_ns, shares)
         held_bytes -= evicted_bytes
         if is_disk_full and num_evicted:
             last.note(held_bytes - files.temporary_bytes, evicted_bytes)
@@ -340,32 +350,57 @@ def _end_count(usage_fd: int, before: Usage, held_bytes: int) -> None:
     Usage(before.generation, held_bytes + taken_since).write(usage_fd)
 
 
+def _payments(held: Mapping[int, int], excess: int, shares: Mapping[int, int]) -> dict[int, int]:
+    """Return how much of the excess goes of what each mark holds.
+
+    None gives of its share of what stays; what each keeps above that is equal, as far as it has so
+    much. Shares are at most all of it together, so that is always enough.
+    """
+    kept = sum(held.values()) - excess
+    above = {m: max(0, n - shares.get(m, 0) * kept // WHOLE) for m, n in held.items()}
+    left, payments = sum(above.values()) - excess, {}
+    for number, mark in enumerate(sorted(above, key=above.__getitem__)):
+        keeps = min(above[mark], left // (len(above) - number))
+        left -= keeps
+        payments[mark] = above[mark] - keeps
+    return payments
+
+
 class _Files:
-    """Sizes and times of use of files, 16 bytes for each."""
+    """Sizes, times of use and marks of files, 20 bytes for each."""
 
     def __init__(self) -> None:
         self._sizes = array("q")
         self._used_at = array("q")
+        self._marks = array("i")
         self.temporary_bytes = 0
 
     def add(self, file: Stored) -> None:
         self.temporary_bytes += file.size_bytes * file.is_temporary
         self._sizes.append(file.size_bytes)
         self._used_at.append(file.used_at_ns)
+        self._marks.append(file.mark)
 
     @property
     def total_bytes(self) -> int:
         return sum(self._sizes)
 
-    def cutoff_ns(self, excess_bytes: int) -> int:
-        """Return up to which time of use files must go, the oldest first; 0 if none must."""
+    def due(self, excess_bytes: int, shares: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Return by mark up to which time of use files must go, the oldest first, and how much."""
         if excess_bytes <= 0:
-            return 0
-        used_at = np.array(self._used_at, dtype=np.int64)
-        order = np.argsort(used_at, kind="stable")
-        gone_bytes = np.cumsum(np.array(self._sizes, dtype=np.int64)[order])
-        last = int(np.searchsorted(gone_bytes, excess_bytes))
-        return int(used_at[order[min(last, len(order) - 1)]])
+            return {}
+        sizes, used_at = (np.array(n, dtype=np.int64) for n in (self._sizes, self._used_at))
+        marks = np.array(self._marks)
+        marks[~np.isin(marks, list(shares))] = 0
+        of_mark = {int(mark): np.flatnonzero(marks == mark) for mark in np.unique(marks)}
+        held = {mark: int(sizes[files].sum()) for mark, files in of_mark.items()}
+        due = {}
+        for mark, due_bytes in _payments(held, excess_bytes, shares).items():
+            if due_bytes > 0:
+                files = of_mark[mark][np.argsort(used_at[of_mark[mark]], kind="stable")]
+                last = int(np.searchsorted(np.cumsum(sizes[files]), due_bytes))
+                due[mark] = int(used_at[files[min(last, len(files) - 1)]]), due_bytes
+        return due
 
 
 def _count(root_fd: int) -> tuple[int, _Files]:
@@ -380,17 +415,24 @@ def _count(root_fd: int) -> tuple[int, _Files]:
     return num_orphans, files
 
 
-def _evict(root_fd: int, cutoff_ns: int, excess_bytes: int, used_before_ns: int) -> tuple[int, int]:
-    """Delete what was last used up to a time, until the excess is gone or all of it must go."""
-    num_evicted, evicted_bytes = 0, 0
+def _evict(
+    root_fd: int, due: Mapping[int, tuple[int, int]], used_before_ns: int, shares: Mapping[int, int]
+) -> tuple[int, int]:
+    """Delete of each mark what was used least recently, until all is gone that is due of it.
+
+    And all that was last used before a time.
+    """
+    num_evicted, gone_bytes = 0, Counter[int]()
     for file, folder_fd in walk(root_fd):
-        if file.used_at_ns > cutoff_ns or file.is_temporary:
+        mark = file.mark if file.mark in shares else 0
+        until_ns, due_bytes = due.get(mark, (0, 0))
+        is_due = file.used_at_ns <= until_ns and gone_bytes[mark] < due_bytes
+        if file.is_temporary or not (is_due or file.used_at_ns < used_before_ns):
             continue
-        is_due = evicted_bytes < excess_bytes or file.used_at_ns < used_before_ns
-        if is_due and remove(file.file, folder_fd):
+        if remove(file.file, folder_fd):
             num_evicted += 1
-            evicted_bytes += file.size_bytes
-    return num_evicted, evicted_bytes
+            gone_bytes[mark] += file.size_bytes
+    return num_evicted, gone_bytes.total()
 
 
 @contextmanager

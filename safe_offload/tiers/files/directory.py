@@ -43,6 +43,7 @@ class Stored(NamedTuple):
     Attributes:
         size_bytes: as `size_on_disk` has it.
         used_at_ns: when it was last read or written, since 1970.
+        mark: whose it is, see `marked_ns`.
     """
 
     namespace: str
@@ -50,11 +51,25 @@ class Stored(NamedTuple):
     file: str
     size_bytes: int
     used_at_ns: int
+    mark: int
 
     @property
     def is_temporary(self) -> bool:
         """Return whether it is being written, or was when its writer died."""
         return self.file.startswith(TEMPORARY_PREFIX)
+
+
+def marked_ns(written_at_ns: int, mark: int) -> int:
+    """Return the time of modification of an object: its microseconds are the mark of its tenant.
+
+    So a count needs no more than what it reads of each file. Elsewhere it is left as it is.
+    """
+    return written_at_ns - written_at_ns % 10**9 + mark * 1000
+
+
+def _mark_of(modified_at_ns: int) -> int:
+    mark, more_ns = divmod(modified_at_ns % 10**9, 1000)
+    return 0 if more_ns else mark
 
 
 def size_on_disk(length_bytes: int) -> int:
@@ -300,7 +315,8 @@ def _files(namespace: str, folder: str, folder_fd: int) -> Iterator[Stored]:
                 continue
             if stat.S_ISREG(found.st_mode):
                 size_bytes = size_on_disk(found.st_size)
-                yield Stored(namespace, folder, entry.name, size_bytes, found.st_atime_ns)
+                mark = _mark_of(found.st_mtime_ns)
+                yield Stored(namespace, folder, entry.name, size_bytes, found.st_atime_ns, mark)
 
 
 def remove(file: str, folder_fd: int) -> bool:

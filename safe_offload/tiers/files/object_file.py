@@ -19,7 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.files.directory import FILE_MODE, PAGE_BYTES, remove, size_on_disk
+from safe_offload.tiers.files.directory import (
+    FILE_MODE,
+    PAGE_BYTES,
+    marked_ns,
+    remove,
+    size_on_disk,
+)
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import Seal
 
@@ -106,6 +112,9 @@ class ObjectFiles:
             os.ftruncate(file_fd, size_bytes)
             head = self._seal.header(name, slot)
             self._write_from(file_fd, head, slot, size_bytes, is_direct=is_direct)
+            if name.mark:
+                now_ns = time.time_ns()
+                os.utime(file_fd, ns=(now_ns, marked_ns(now_ns, name.mark)))
         finally:
             os.close(file_fd)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from safe_offload.config.tenants import TenantsFile
 from safe_offload.config.tiers import TierConfig
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
@@ -71,7 +72,7 @@ class FileTier:
         facts: of its namespaces (naming.py), written down beside the objects.
 
     Raises:
-        ConfigError: the system refuses a thread.
+        ConfigError: the system refuses a thread, or the file of tenants cannot be used.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class FileTier:
         self.num_evicted = 0
         self._log = _Log(self.label)
         self._place = _Place(config.location.path, self.label, {} if facts is None else facts)
-        self._capacity = CapacityShare(config.capacity_bytes)
+        path = config.tenants_path
+        shares = TenantsFile(path).shares_by_mark if path else dict
+        self._capacity = CapacityShare(config.capacity_bytes, shares)
         self._files = ObjectFiles(slot_bytes, seal)
         self._num_threads = config.num_threads
         self._bad_names = BadNames()

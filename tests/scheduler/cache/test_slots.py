@@ -351,7 +351,11 @@ class SlotMachine(RuleBasedStateMachine):
         left = [lease for index, lease in enumerate(self.leases) if index not in chosen]
         if self.storing & (set(slots) - {s for lease in left for s in lease} - self.retired):
             return  # a store keeps its lease until it has settled
-        self.pool.release(slots)
+        first = data.draw(st.lists(st.sampled_from(slots or [0]), unique=True)) if slots else []
+        self.pool.release(slots, first)
+        free = {*held_by(self.pool)} - {slot for lease in left for slot in lease} - self.retired
+        gone_first = [slot for slot in first if slot in free]
+        assert self.pool.next_evicted(len(gone_first)) == gone_first
         self.leases = left
         self.granted = [lease for lease in self.granted if lease in left]
 

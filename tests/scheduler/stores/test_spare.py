@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from safe_offload.scheduler.stores.stores import Stores
+from tests.simulator.models import MODELS, Recipe
 from tests.simulator.peers import PeerEngine
 from tests.simulator.vllm_setup import EngineShape
 
@@ -20,13 +21,9 @@ HYBRIDS = {
 
 
 def make_engine(groups: tuple[str, ...], num_slots: int, **what: Any) -> PeerEngine:
-    shape = EngineShape(
-        groups=groups,
-        num_blocks=130 * len(groups),
-        num_slots=num_slots,
-        max_batched_tokens=8 * BLOCK,
-        **{"retention_interval": 0, **what},
-    )
+    usual = {"num_blocks": 130 * len(groups), "retention_interval": 0}
+    sizes = {"num_slots": num_slots, "max_batched_tokens": 8 * BLOCK}
+    shape = EngineShape(groups=groups, **{**usual, **sizes, **what})
     engine = PeerEngine(shape, tokens=lambda request_id, position: position % 97)
     engine.add("start", [1], 1)
     engine.drain()
@@ -77,6 +74,45 @@ def test_memory_that_is_short_holds_what_hits_need_and_nothing_else(kind, retent
     requests = [ask(engine, str(number), prompt(number)) for number in range(2 * num_whole)]
     whole = [hit_tokens(engine, request) >= PROMPT_TOKENS - 2 * BLOCK for request in requests]
     assert sum(whole) >= num_whole
+
+
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("num_lost", [-1, 0])
+def test_what_is_spare_is_what_no_search_finds(kind, retention, num_lost):
+    """What hits read is told without a search where that is possible."""
+    engine = make_engine(HYBRIDS[kind], 1000, retention_interval=retention)
+    hits = engine.connector.side.hits
+    request = ask(engine, "one", prompt(0, PROMPT_TOKENS - 5))
+    at_ends = [slot for slot, key in hits.directory.kept().items() if key.group_idx]
+    hits.slots.forget([at_ends.pop(num_lost)])
+    for end in range(request.num_tokens + 1):
+        found = {-1}
+        for last in (end, request.num_prompt_tokens - 1, request.num_tokens):
+            hit = hits.find_hit(request.block_hashes, 0, last)
+            found.update(hit.slots() if hit else ())
+        spare, needed = hits.at_ends(request, [end], [*at_ends, *at_ends])
+        assert sorted(spare) == sorted({*at_ends} - found)
+        assert not needed
+        assert set(hits.at_ends(request, [end], at_ends[:-1]).needed) <= {at_ends[-1]}
+
+
+@pytest.mark.parametrize("model", ["deepseek-v4", "deepseek-v4.1"])
+def test_the_block_that_a_hit_drops_with_drafts_is_not_spare(model):
+    """Its drafter computes it again, but without it vLLM finds no hit that ends before it."""
+    recipe = Recipe(model, MODELS[model].drafts[-1], 2)
+    num_tokens = 6 * MODELS[model].small_tokens
+    engine = make_engine(
+        (),
+        3000,
+        **{"recipe": recipe, "num_draft_tokens": 2, "num_blocks": 3000, "retention_interval": None},
+    )
+    hits = engine.connector.side.hits
+    request = ask(engine, "one", prompt(0, num_tokens + 3))
+    before = hit_tokens(engine, request)
+    kept = sorted(hits.directory.kept())
+    hits.slots.forget(hits.at_ends(request, [num_tokens // 2], kept).spare)
+    assert hit_tokens(engine, request) == before > 0
 
 
 def test_where_prompts_were_seen_to_part_the_windows_stay():
