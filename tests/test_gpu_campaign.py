@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -12,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
-from tests.gpu import campaign
-from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts
-from tests.gpu.steps import ROOT, Step, find_gpu_tests, make_steps
+from safe_offload.commands.bench.engine import BenchOptions
+from safe_offload.commands.doctor.vllm_facts import MARK
+from tests.benchmarks import __main__ as benchmarks
+from tests.gpu import campaign, figures, shapes
+from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts, read_end
+from tests.gpu.steps import FIGURES, ROOT, Step, find_gpu_tests, make_steps
 from tests.worker.waiting import wait_until
 
 GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="", num_gpus=1)
@@ -132,7 +138,7 @@ def test_what_was_cut_off_comes_after_the_others_and_not_more_than_twice(tmp_pat
 
 
 def test_a_machine_that_goes_in_the_middle_of_a_step_leaves_a_folder_that_can_be_used(tmp_path):
-    """Killed with what it runs, as a machine is that was lent."""
+    """And if only the campaign was killed, its step does not go on beside the next one."""
     script = f"""
 import os, sys
 from pathlib import Path
@@ -143,12 +149,15 @@ here.verdicts_of(steps, Path(sys.argv[1]))
     how: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], **how)
     assert done.returncode == -9
+    pid = int((tmp_path / "second" / campaign.LOG).read_text().removeprefix("step "))
+    wait_until(lambda: campaign.start_time_of(pid) is None)
     steps = [python("first", "raise SystemExit(1)"), python("second", "pass")]
     assert Results(tmp_path).read(steps[1]).verdict == "cut off (its machine went)"
     assert verdicts_of(steps, tmp_path) == {"first": "passed", "second": "passed"}
 
 
-KILLS = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
+KILLS = "import os, signal, time; print('step', os.getpid(), flush=True);"
+KILLS += "os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)"
 
 
 def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
@@ -174,12 +183,15 @@ def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
 
 def test_steps_that_need_more_gpus_than_there_are_do_not_run(tmp_path):
     steps = [python("two", "pass", num_gpus=2), python("one", "pass")]
-    assert verdicts_of(steps, tmp_path) == {"two": "not run yet", "one": "passed"}
+    two = "left out (needs 2 GPUs, found 1)"
+    assert verdicts_of(steps, tmp_path) == {"two": two, "one": "passed"}
+    more = Facts(GPU.rows, "", num_gpus=2)
+    assert verdicts_of(steps, tmp_path, facts=more) == {"two": "passed", "one": "passed"}
 
 
 def test_what_the_machine_lacks_is_left_out_and_the_report_says_so(tmp_path):
     steps = [python("agents", "pass", lacks="no traces here"), python("one", "pass")]
-    assert verdicts_of(steps, tmp_path) == {"agents": "not run yet", "one": "passed"}
+    assert verdicts_of(steps, tmp_path) == {"agents": "left out (no traces here)", "one": "passed"}
     assert "| agents | left out (no traces here) |" in (tmp_path / campaign.REPORT).read_text()
 
 
@@ -198,14 +210,50 @@ def test_every_file_with_tests_of_a_gpu_is_a_step_and_names_are_folders():
     assert not [name for name in names if "/" in name]
 
 
+@pytest.mark.parametrize("is_small", [False, True])
+def test_every_command_of_a_benchmark_is_understood(is_small, monkeypatch):
+    """The whole of it runs on a GPU only, where a typo costs minutes."""
+    ran, engine_args = [], set[str]()
+    for step in make_steps(sys.executable):
+        words = [*(step.small if is_small else step.command)]
+        if words[2] not in ("tests.benchmarks", "tests.gpu.small"):
+            continue
+        module = importlib.import_module(f"tests.benchmarks.{words[3]}")
+        monkeypatch.setattr(module, "run_command", lambda arguments: ran.append(arguments) or 0)
+        assert benchmarks.main(words[3:]) == 0
+        engine_args |= {*getattr(ran[-1], "engine_args", ())}
+    assert len(ran) > 20
+    assert engine_args <= EngineArgs.__dataclass_fields__.keys()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", shapes.SHAPES)
+def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
+    """Out of tensors without memory."""
+    model = shapes.take_shape(BenchOptions(), shape, tmp_path).model
+    command = (sys.executable, "-m", "safe_offload.commands.doctor.probe", model)
+    done = subprocess.run((*command, "--load-format", "dummy"), cwd=ROOT, capture_output=True)
+    known = json.loads(done.stdout.splitlines()[-1].removeprefix(MARK.encode()))
+    assert known["model"]["block_bytes"] > 0, known
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["return-llama"])
-def test_a_step_on_the_cpu(name, tmp_path):
-    """All of them: `make gpu-campaign SMALL=1`."""
-    steps = [step for step in make_steps(sys.executable) if step.name == name]
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "return-llama" else [])
+        for step in make_steps(sys.executable)
+        if "tests.gpu.small" in step.small and not step.lacks
+    ],
+    ids=lambda step: step.name,
+)
+def test_a_step_on_the_cpu(step, tmp_path):
+    """All of them in one run: `make gpu-campaign SMALL=1`."""
     facts = Facts({"GPU": "none"}, "No GPU: none")
-    assert verdicts_of(steps, tmp_path, facts=facts, small=True) == {name: "passed"}
-    assert "tokens from the host" in (tmp_path / campaign.REPORT).read_text()
+    found = verdicts_of([step], tmp_path, 3000.0, facts=facts, small=True)
+    assert found == {step.name: "passed"}, read_end(tmp_path / step.name / campaign.LOG)[-3000:]
+    assert f"## {step.name}" in (tmp_path / campaign.REPORT).read_text()
 
 
 def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
@@ -218,6 +266,26 @@ def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
         for file in (place.glob("test_*.py") if place.is_dir() else [place])
     }
     assert named == set(find_gpu_tests())
+
+
+def test_figures_name_first_where_a_peer_is_ahead_and_draw_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    engine = {name: [2.1, 2.9] for name in figures.PASSES}
+    peer = engine | {"own hit": [1.0, 1.5], "first pass": [2.45, 2.5], "tokens": [1.0, 1.0]}
+    samples = {"ours": engine | {"tokens": [9.0, 9.0]}, "SCO": peer}
+    costs = {way: dict.fromkeys(figures.PHASES, (0.01, 0.001)) for way in ("nothing", "load")}
+    found = {"return-llama": {"scenario": "return", "samples": samples}, "beside": {"costs": costs}}
+    for name, content in found.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FIGURES).write_text(json.dumps(content))
+    assert [*figures.peers_ahead(figures.read(tmp_path))] == [
+        "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s"
+    ]
+    names = ["returns.png", "beside.png"]
+    assert [picture.name for picture in figures.draw_all(tmp_path)] == names
+    text = campaign.render([], Results(tmp_path))
+    assert "another connector is ahead: 1.\n- return-llama, own hit" in text
+    assert all(f"({name})" in text for name in names)
 
 
 # ---- the text ------------------------------------------------------------------------------------

@@ -4,6 +4,10 @@ All engines live beside each other, and each round is run on one after the other
 changes from round to round. An engine that does not start here is named and left out.
 
 return: prompts A, B, C, A, B, C, C go one by one to a KV pool of 1.6 prompts, as in `bench engine`.
+ends: prompts that end a token before, at and after the end of a block: computed, loaded when the
+GPU's own cache was emptied, and a hit in that: how many answers differ from those of the last, and
+by how many tokens a load ends after it. A hit that ends elsewhere may round otherwise.
+ranks: as return, and what the processes of the engine map together of shared host memory.
 busy: a prompt that is on the host comes back among three new ones of its length, all at once.
 locking: prompts of 512 tokens while the host memory is made ready, and afterwards.
 restart: prompts A, B, C; then an engine over the same directory is asked for them.
@@ -31,7 +35,13 @@ from typing import Any, NamedTuple
 
 from safe_offload.commands.bench import engine as bench_engine
 from safe_offload.commands.bench.engine import DEFAULT_CPU_BYTES, BenchOptions, engine_options
-from safe_offload.commands.bench.engine_process import EngineProcess, Question, answer, generate
+from safe_offload.commands.bench.engine_process import (
+    Answer,
+    EngineProcess,
+    Question,
+    answer,
+    generate,
+)
 from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.commands.bench.report import (
     Report,
@@ -44,6 +54,7 @@ from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engine import tiny
 from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt
 from tests.gpu import shapes
+from tests.gpu.campaign import descendants
 
 NONE = "none"
 PEERS = {"SCO": "SimpleCPUOffloadConnector", "OC": "OffloadingConnector"}
@@ -69,7 +80,7 @@ Samples = dict[str, dict[str, list[float]]]
 class Found(NamedTuple):
     samples: Samples
     absent: dict[str, str]  # engines that did not start, with the reason
-    num_different: int  # answers that differ from vLLM's own hit
+    num_different: int  # answers of ours that differ from vLLM's own hit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +163,9 @@ def note(samples: Samples, engine: str, **figures: float) -> None:
 # ---- the scenarios -------------------------------------------------------------------------------
 
 
-def measure_return(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+def measure_return(
+    options: BenchOptions, names: Sequence[str], folder: Path, *, looks_at_memory: bool = False
+) -> Found:
     samples: Samples = {}
     num_different = 0
     with running(names, options, folder) as (engines, absent):
@@ -163,9 +176,7 @@ def measure_return(options: BenchOptions, names: Sequence[str], folder: Path) ->
             first, second, own = answers[:NUM_PROMPTS], answers[NUM_PROMPTS:-1], answers[-1]
             if not index:
                 continue
-            num_different += (
-                second[-1].num_host_tokens > 0 and second[-1].token_ids != own.token_ids
-            )
+            num_different += name == "ours" and differs(second[-1], own)
             note(
                 samples,
                 name,
@@ -174,7 +185,77 @@ def measure_return(options: BenchOptions, names: Sequence[str], folder: Path) ->
                 own_hit=own.ttft_s,
                 tokens_from_the_host=sum(one.num_host_tokens for one in second),
             )
+            if looks_at_memory:
+                in_sum, once = engines[name].call(shared_bytes, None, TIMEOUT_S)
+                note(samples, name, shared_bytes_of_all_ranks=in_sum, counted_once=once)
     return Found(samples, absent, num_different)
+
+
+def differs(back: Answer, own: Answer) -> bool:
+    """Whether a hit of the host has another answer than vLLM's own hit of the same length."""
+    is_same_hit = num_hit(back) == num_hit(own) and back.num_host_tokens > 0
+    return is_same_hit and back.token_ids != own.token_ids
+
+
+def num_hit(found: Answer) -> int:
+    return found.num_gpu_tokens + found.num_host_tokens
+
+
+def measure_ends(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    num_different = 0
+    assert options.block_size is not None
+    end = (options.prompt_tokens - 1) // options.block_size * options.block_size
+    with running(names, options, folder) as (engines, absent):
+        for index, name in in_turns(engines, options.rounds):
+            for shift in (-1, 0, 1):
+                question = bench_engine.make_question(
+                    replace(options, prompt_tokens=end + shift), index, 1 + shift
+                )
+                computed = engines[name].call(answer, question, TIMEOUT_S)
+                engines[name].call(forget, None, TIMEOUT_S)
+                back, own = (engines[name].call(answer, question, TIMEOUT_S) for _ in range(2))
+                if not index:
+                    continue
+                num_different += name == "ours" and differs(back, own)
+                is_hit = back.num_host_tokens > 0
+                note(
+                    samples,
+                    name,
+                    tokens_from_the_host=back.num_host_tokens,
+                    ends_after_own_hit=num_hit(back) - num_hit(own) if is_hit else 0,
+                    differ_from_own_hit=back.token_ids != own.token_ids if is_hit else 0,
+                    computed_differ_from_own_hit=computed.token_ids != own.token_ids,
+                )
+    return Found(samples, absent, num_different)
+
+
+def forget(engine: Any, _: None) -> None:
+    """Empty the GPU's own cache, when stores have let go of their blocks."""
+    end_s = time.monotonic() + TIMEOUT_S / 2
+    time.sleep(SETTLE_S)
+    while not engine.reset_prefix_cache():
+        if time.monotonic() > end_s:
+            raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
+        time.sleep(SETTLE_S)
+
+
+def measure_ranks(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+    return measure_return(options, names, folder, looks_at_memory=True)
+
+
+def shared_bytes(_engine: Any, _: None) -> tuple[int, int]:
+    """Return what all processes of an engine map of shared host memory: in sum, and once.
+
+    Source: Linux, proc_pid_smaps(5): a page that two processes have counts half in each Pss.
+    """
+    kib: dict[str, int] = {"Rss": 0, "Pss": 0}
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        text = Path(f"/proc/{pid}/smaps").read_text()
+        for part in re.findall(r"^\w+-\w+ .*memfd:safe-offload.*\n(?:\w+: .*\n)*", text, re.M):
+            for name in kib:
+                kib[name] += sum(map(int, re.findall(rf"^{name}: +(\d+)", part, re.M)))
+    return kib["Rss"] << 10, kib["Pss"] << 10
 
 
 def measure_busy(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
@@ -350,6 +431,8 @@ def terminate(engine: Any, _: None) -> float:
 
 SCENARIOS = {
     "return": measure_return,
+    "ends": measure_ends,
+    "ranks": measure_ranks,
     "busy": measure_busy,
     "locking": measure_locking,
     "restart": measure_restart,
@@ -369,10 +452,11 @@ def make_report(
     names = list(dict.fromkeys(name for one in found.samples.values() for name in one))
     rows = [["", *names]]
     for engine, figures in found.samples.items():
-        forms = [".0f" if "from" in name else ".4f" for name in names]
+        are_counts = (all(value == int(value) for value in figures[name]) for name in names)
+        forms = [".0f" if is_count else ".4f" for is_count in are_counts]
         rows.append([engine, *map(median_and_spread, (figures[n] for n in names), forms)])
     left_out = [f"{engine}: not here ({why})" for engine, why in found.absent.items()]
-    compared = f"answers that differ from vLLM's own hit: {found.num_different}"
+    compared = f"answers of ours that differ from vLLM's own hit: {found.num_different}"
     assert __doc__ is not None
     return Report(
         method=f"{scenario}: median (lowest to highest), times in seconds\n\n{__doc__.strip()}",

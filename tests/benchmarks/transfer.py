@@ -24,7 +24,7 @@ from safe_offload.commands.bench.report import (
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.worker.copies.device import Device
-from safe_offload.worker.memory.host_memory import available_host_bytes
+from safe_offload.worker.memory.host_memory import HostMemory, available_host_bytes
 from tests.benchmarks.transfer_cases import (
     KIB,
     MIB,
@@ -174,16 +174,17 @@ def read_options(arguments: argparse.Namespace) -> TransferOptions:
             f"{format_bytes(available_bytes)} are available; "
             f"fix: --max-bytes {available_bytes // NUM_COPIES_IN_MEMORY}"
         )
-    make_rig: MakeRig = _make_gpu_rig if device == "cuda" else CpuRig
+    make_rig: MakeRig = make_gpu_rig if device == "cuda" else CpuRig
     name = torch.cuda.get_device_name() if device == "cuda" else str(describe_machine()["cpu"])
     return TransferOptions(tuple(cases), arguments.rounds, size_bytes_max, make_rig, name)
 
 
-def _make_gpu_rig(case: Case) -> Rig:
+def make_gpu_rig(case: Case, host: HostMemory | None = None) -> GpuRig:
+    """Return a rig on torch's current GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     storage = torch.empty(case.size_bytes, dtype=torch.uint8, device=device)
     make_event = functools.partial(torch.cuda.Event, enable_timing=True)
-    return GpuRig(case, storage, Device(device), make_event)
+    return GpuRig(case, storage, Device(device), make_event, host)
 
 
 # ---- the report --------------------------------------------------------------------------------

@@ -34,14 +34,14 @@ class Rig:
 
     clock: str  # between which points a way is timed
     backend: Any  # a CpuBackend or GpuBackend; the completions of both have a future
-    _one: Callable[[Direction, int, int, int], Give]  # a copy: target, source, bytes
+    give_one: Callable[[Direction, int, int, int], Give]  # a copy: target, source, bytes
     _each: Callable[[Direction, Ranges], Give]  # copies of ranges
 
-    def __init__(self, case: Case, storage: torch.Tensor) -> None:
+    def __init__(self, case: Case, storage: torch.Tensor, host: HostMemory | None = None) -> None:
         self.case = case
         self.storage = storage
         self.layout = case.make_layout()
-        self.host = HostMemory.allocate(self.layout.size_bytes)
+        self.host = host or HostMemory.allocate(self.layout.size_bytes)
         self.table = RangeTable(storage.data_ptr(), self.host.tensor.data_ptr(), self.layout)
 
     def ways(self, traffic: Traffic) -> dict[str, TimedCopy]:
@@ -94,7 +94,7 @@ class Rig:
         target, source = self.host.tensor.data_ptr() + offset, self.storage.data_ptr() + offset
         if direction is Direction.LOAD:
             target, source = source, target
-        return self._one(direction, target, source, size_bytes)
+        return self.give_one(direction, target, source, size_bytes)
 
 
 class CpuRig(Rig):
@@ -120,7 +120,7 @@ class CpuRig(Rig):
         super().close()
         self._threads.shutdown()
 
-    def _one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
+    def give_one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
         return lambda: ctypes.memmove(target, source, size_bytes)
 
     def _each(self, direction: Direction, ranges: Ranges) -> Give:
@@ -136,16 +136,21 @@ class CpuRig(Rig):
 class GpuRig(Rig):
     """See `Rig`: the host memory page-locked, streams for what we are compared with.
 
-    `make_event` makes events of torch's with timing. SafeOffloadError is raised if host memory
-    cannot be page-locked.
+    `make_event` makes events of torch's with timing; `host` is memory to use, else it is made.
+    SafeOffloadError is raised if host memory cannot be page-locked.
     """
 
     clock = "device time, from the compute stream's point at the call until it has got the bytes"
 
     def __init__(
-        self, case: Case, storage: torch.Tensor, device: Device, make_event: Callable[[], Any]
+        self,
+        case: Case,
+        storage: torch.Tensor,
+        device: Device,
+        make_event: Callable[[], Any],
+        host: HostMemory | None = None,
     ) -> None:
-        super().__init__(case, storage)
+        super().__init__(case, storage, host)
         self.device = device
         self._first, self._last = make_event(), make_event()
         self.backend = GpuBackend(device, storage.data_ptr(), self.layout, self.host)
@@ -196,7 +201,7 @@ class GpuRig(Rig):
         self.streams.clear()
         super().close()
 
-    def _one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
+    def give_one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
         stream = self.streams[direction].cuda_stream
         return lambda: self.device.driver.copy(target, source, size_bytes, stream)
 

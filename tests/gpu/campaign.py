@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.report import describe_machine
+from tests.gpu import figures
 from tests.gpu.steps import FIGURES, ROOT, Step, make_steps
 
 REPORT, RESULT, LOG = "report.md", "result.json", "log.txt"
@@ -36,6 +38,9 @@ TRIES_MAX = 2
 """Of a step that fails, or that is cut off."""
 POLL_S = 0.2
 PROBE_TIMEOUT_S = 120.0
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+"""A step ends with the campaign. Source: Linux, prctl(2), sys/prctl.h."""
 REPORT_CHARS_MAX = 60_000
 """GitHub takes 65,536 characters as the text of an issue."""
 TAIL_CHARS_MIN, TAIL_CHARS_MAX = 300, 6_000
@@ -118,6 +123,7 @@ class Results:
     def write(self, step: Step, result: Result) -> None:
         """Write all of it or nothing: the machine may go at any moment."""
         text = json.dumps(asdict(result), indent=1) + "\n"
+        self.of(step).mkdir(parents=True, exist_ok=True)
         part = self.of(step) / f"{RESULT}.part"
         part.write_text(text)
         part.replace(self.of(step) / RESULT)
@@ -127,11 +133,12 @@ def run(
     steps: Sequence[Step], facts: Facts, results: Results, budget: Budget, say: Say, *, small: bool
 ) -> None:
     """Run what is missing and fits, those first that were tried least; report after each."""
-    waiting = [step for step in steps if (step.small if small else step.command)]
-    waiting = [step for step in waiting if small or step.num_gpus <= facts.num_gpus]
-    waiting = [step for step in waiting if not results.read(step).is_over]
-    for step in [step for step in waiting if step.lacks]:
-        say(f"{step.name}: left out ({step.lacks})")
+    waiting = [step for step in steps if not results.read(step).is_over]
+    for step in [step for step in waiting if step.why_left_out(facts.num_gpus, small=small)]:
+        reason = f"left out ({step.why_left_out(facts.num_gpus, small=small)})"
+        say(f"{step.name}: {reason}")
+        if not results.read(step).tries:
+            results.write(step, replace(results.read(step), verdict=reason))
         waiting.remove(step)
     for step in sorted(waiting, key=lambda step: results.read(step).tries):
         left_s = budget.left_s() - STOP_S
@@ -160,6 +167,7 @@ def run_step(
     with log.open("wb") as output:
         how: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": ROOT}
         how |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        how |= {"preexec_fn": functools.partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)}
         try:
             with ended(subprocess.Popen(command, **how)) as process:
                 status = process.wait(timeout_s)
@@ -193,7 +201,7 @@ def find_facts(python: str) -> Facts:
     return Facts(rows, no_gpu, len(torch.get("gpus", ())))
 
 
-def ask_torch(command: Sequence[str]) -> tuple[dict[str, object], str]:
+def ask_torch(command: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return what torch knows, and why there is no GPU to use ("" if there is one)."""
     try:
         done = subprocess.run(
@@ -268,10 +276,6 @@ def start_time_of(pid: int) -> int | None:
 def render(steps: Sequence[Step], results: Results) -> str:
     """Return the whole report: what ran where, the tables, and the ends of logs of what failed."""
     found = [results.read(step) for step in steps]
-    found = [
-        replace(one, verdict=f"left out ({step.lacks})") if step.lacks and not one.tries else one
-        for step, one in zip(steps, found, strict=True)
-    ]
     machines = list({tuple(one.facts.items()): one.facts for one in found if one.facts}.values())
     num_passed = sum(one.verdict == PASSED for one in found)
     lines = ["# safe_offload on a GPU", "", f"{num_passed} of {len(steps)} steps passed.", ""]
@@ -283,6 +287,10 @@ def render(steps: Sequence[Step], results: Results) -> str:
         place = str(machines.index(one.facts) + 1) if one.facts else ""
         row = (one.name, one.verdict, f"{one.duration_s:.0f} s", place)
         lines.append(f"| {' | '.join(map(_cell, row))} |")
+    ahead = [f"- {row}" for row in figures.peers_ahead(figures.read(results.folder))]
+    lines += ["", f"Rows in which another connector is ahead: {len(ahead)}.", *ahead]
+    pictures = sorted(results.folder.glob("*.png"))
+    lines += ["", *(f"![{picture.stem}]({picture.name})" for picture in pictures)]
     for one in found:
         if one.told:
             command = shlex.join(one.command).replace(str(results.folder), "FOLDER")
@@ -303,15 +311,14 @@ def render(steps: Sequence[Step], results: Results) -> str:
 def told_by(folder: Path) -> str:
     """Return what a benchmark found, as text, or the counts of tests."""
     try:
-        text: str = json.loads((folder / FIGURES).read_text())["text"]
+        return str(json.loads((folder / FIGURES).read_text())["text"])
     except (OSError, KeyError):
         return counts_of(folder / LOG)
-    return text
 
 
 def counts_of(log: Path) -> str:
     """Return how many tests passed, failed and were skipped, as pytest's last line has it."""
-    return (COUNTS.findall(read_end(log)) or [""])[-1]
+    return str((COUNTS.findall(read_end(log)) or [""])[-1])
 
 
 def hide_secrets(text: str) -> str:
@@ -378,6 +385,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(arguments.folder.resolve())
     say = functools.partial(print, flush=True)
     run(chosen, facts, results, budget, say, small=arguments.small)
+    for picture in figures.draw_all(results.folder):
+        print(picture)
+    (results.folder / REPORT).write_text(render(steps, results), encoding="utf-8")
     found = [results.read(step) for step in steps]
     print(f"{sum(one.verdict == PASSED for one in found)} of {len(steps)} steps passed:")
     print(results.folder / REPORT)
