@@ -104,7 +104,13 @@ def lines_of(trace: Trace, sizes: Sequence[float], factor: int) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `python -m tests.benchmarks tier_writes`."""
     parser.add_argument("--file", type=Path, action="append", default=[], help="a trace to replay")
-    parser.add_argument("--traces", nargs="*", choices=list(GENERATORS), default=[])
+    parser.add_argument(
+        "--traces",
+        nargs="*",
+        choices=list(GENERATORS),
+        default=[],
+        help="drawn ones; all, if there is no file",
+    )
     parser.add_argument("--prompts", type=int, default=2000, help="of a drawn trace")
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.01, 0.03, 0.1])
     parser.add_argument("--factor", type=int, default=10, help="tier, in times of the host")
@@ -112,6 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run it."""
+    if not arguments.file and not arguments.traces:
+        arguments.traces = list(GENERATORS)
     traces = [read_trace(path) for path in arguments.file]
     traces += [make_trace(name, arguments.prompts) for name in arguments.traces]
     for trace in traces:
