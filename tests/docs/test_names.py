@@ -50,7 +50,7 @@ OTHER_FLAGS = {
     ),
     **dict.fromkeys(("--user", "--tls", "--cacert"), "valkey-cli"),
 }
-OUR_COMMANDS = ("benchmarks", "simulator")
+OUR_COMMANDS = ("benchmarks", "gpu", "simulator")
 """Folders of tests that have commands."""
 OTHER_VARIABLES = {"VLLM_ARGS": "examples/long_context_back_to_back.sh"}
 OTHER_ENDPOINTS = {"/register": "dynamo.indexer", "/query": "dynamo.indexer"}
@@ -71,7 +71,7 @@ def names(tmp_path_factory):
 
 
 def our_flags() -> set[str]:
-    """Flags of `safe-offload`, of the simulator, the benchmarks and the examples."""
+    """Flags of `safe-offload`, the examples, the simulator, the benchmarks and the campaign."""
     folders = [Path(safe_offload.__file__).parent, ROOT / "examples"]
     folders += [ROOT / "tests" / name for name in OUR_COMMANDS]
     options = {f"--{setting.replace('_', '-')}" for setting in places.OPTIONS}
