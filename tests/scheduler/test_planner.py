@@ -1,6 +1,5 @@
 """The scheduler side on vLLM's real Scheduler, one promise at a time."""
 
-
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
