@@ -204,7 +204,7 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
     )
     # An end of the pipe that is gone means that the benchmark is, and this process waits for its
     # engine's when it ends: an engine that is not told to end would live for ever.
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):
         connection.send((False, started))
         while (call := connection.recv()) is not None:
             function, question = call

@@ -39,7 +39,13 @@ def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning():
 
 
 @pytest.mark.parametrize(
-    "gone", [{"recv.side_effect": EOFError}, {"send.side_effect": BrokenPipeError}], ids=str
+    "gone",
+    [
+        {"recv.side_effect": EOFError},
+        {"recv.side_effect": ConnectionResetError},  # it had not read what was sent last
+        {"send.side_effect": BrokenPipeError},
+    ],
+    ids=str,
 )
 def test_an_engine_ends_when_the_benchmark_is_gone(monkeypatch, gone):
     make_engine = MagicMock()
