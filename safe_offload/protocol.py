@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from safe_offload.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
@@ -132,6 +132,7 @@ class TierTransfer:
         origins: for each key n if the n-th tier has it, as far as is known, counted from 1; 0 if
             none is known to. Empty: all are 0. A fetch looks there first. A spill goes to all
             tiers if it is 0, else to those nearer than it that keep (`TierConfig.keep`).
+        marks: of a spill with tenants, for each key that of its tenant (`Tenants.marks`).
     """
 
     transfer_id: int
@@ -139,6 +140,7 @@ class TierTransfer:
     slot_ids: array[int]
     generation: str = ""
     origins: bytes = b""
+    marks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.slot_ids):
@@ -151,13 +153,6 @@ class TierTransfer:
                 f"tier transfer {self.transfer_id}: expected an origin of each key or none, found "
                 f"{len(self.keys)} keys and {len(self.origins)} origins"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class MarkedTransfer(TierTransfer):
-    """A spill with the mark of each key's tenant, see `Tenants.marks`."""
-
-    marks: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
@@ -38,6 +38,30 @@ _WAYS: Final = {
     "salt_sha256": re.compile(r"[0-9a-f]{64}", re.ASCII),
 }
 _EXAMPLE: Final = '{"default": "20%", "guaranteed": {"chat": {"share": "30%", "prefix": "chat-"}}}'
+
+
+def payments(sizes: Sequence[int], above: Sequence[int], count: int) -> list[int]:
+    """Return how much each tenant gives of `count`, perhaps less together.
+
+    Those pay who have most above their share, down to one level that all keep.
+
+    Args:
+        sizes: what each can give.
+        above: what each has above its share; below it is negative, and nothing is given.
+    """
+
+    def down_to(level: int) -> list[int]:
+        return [min(n, max(0, a - level)) for n, a in zip(sizes, above, strict=True)]
+
+    low, high, given = 0, max(above, default=0), down_to(0)
+    if sum(given) > count:
+        while high - low > 1:  # the first gives too much, or just enough, the second too little
+            middle = (low + high) // 2
+            low, high = (middle, high) if sum(down_to(middle)) >= count else (low, middle)
+        given = down_to(high)
+        for tenant, most in enumerate(down_to(low)):
+            given[tenant] += min(most - given[tenant], count - sum(given))
+    return given
 
 
 @dataclass(frozen=True, slots=True)

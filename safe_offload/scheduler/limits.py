@@ -2,9 +2,8 @@
 
 A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
-scheduler.py, RequestOffloadState). `pin_s`, `store` and
-`tell_hits` are our own. Whatever else a client writes
-there is junk, or another connector's: the request is served all the same. Of those,
+scheduler.py, RequestOffloadState). `pin_s`, `store` and `tell_hits` are our own. Whatever else a
+client writes there is junk, or another connector's: the request is served all the same. Of those,
 `do_remote_prefill` is read, by which a router says that another engine has the prompt (NIXL).
 """
 

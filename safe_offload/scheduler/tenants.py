@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import TENANT_GAUGES, Count, of_tenant
-from safe_offload.protocol import MarkedTransfer, ids_of
+from safe_offload.protocol import ids_of
 from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.planner import Planner
 from safe_offload.scheduler.stores.stores import Stores
@@ -15,7 +15,7 @@ from safe_offload.scheduler.stores.stores import Stores
 if TYPE_CHECKING:
     from safe_offload.config.tenants import Tenants, TenantsFile
     from safe_offload.observe.counters import Counters
-    from safe_offload.protocol import StepPlan, TierTransfer
+    from safe_offload.protocol import StepPlan
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.requests import RequestState
 
@@ -123,14 +123,15 @@ class TenantPlanner(Planner):
                 salts.update(dict.fromkeys(chain.from_iterable(table), salt))
         plan = super().build_connector_meta(scheduler_output, now_s)
         self.stores.salts.update(salts)
-        if plan.spills:
-            plan = dataclasses.replace(plan, spills=tuple(map(self._marked, plan.spills)))
-        return plan
+        return self._marked(plan) if plan.spills else plan
 
-    def _marked(self, spill: TierTransfer) -> MarkedTransfer:
+    def _marked(self, plan: StepPlan) -> StepPlan:
         owners, marks = self.slots.by_tenant.owners, self.slots.tenants.marks
-        fields = {each.name: getattr(spill, each.name) for each in dataclasses.fields(spill)}
-        return MarkedTransfer(**fields, marks=ids_of(marks[owners[s]] for s in spill.slot_ids))
+        spills = (
+            replace(spill, marks=ids_of(marks[owners[slot]] for slot in spill.slot_ids))
+            for spill in plan.spills
+        )
+        return replace(plan, spills=tuple(spills))
 
     def count_into(self, counters: Counters) -> None:
         """See `Side`."""

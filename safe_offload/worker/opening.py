@@ -169,9 +169,8 @@ class Opening:
         guarded_tiers = []
         for config in self.config.tiers:
             facts = namespace_facts.facts_of(config)
-            if self.config.tenants:
-                config = replace(config, tenants_path=self.config.tenants)  # noqa: PLW2901
-            tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
+            with_tenants = replace(config, tenants_path=self.config.tenants or "")
+            tier, namespace_of = self.open_tier(with_tenants, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
             guarded = GuardedTier(
                 tier,

@@ -22,15 +22,7 @@ import numpy as np
 
 from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
-from safe_offload.protocol import (
-    FailureReason,
-    Keys,
-    MarkedTransfer,
-    Outcome,
-    Presence,
-    Probe,
-    TierTransfer,
-)
+from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
@@ -92,7 +84,7 @@ class PendingMessage:
         origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
         slot_ids: of a fetch or a spill, one for each key.
         places: of a fetch or a spill, those in its keys that are this rank's.
-        marks: of a spill with tenants, see `MarkedTransfer`.
+        marks: see `TierTransfer.marks`.
         tiers: of a probe, see `Presence.tiers`.
         missing: of the places, what has not been moved.
         task: that answers it; None before the loop has taken it.
@@ -251,8 +243,7 @@ class TierRunner:
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:
         number, keys = transfer.transfer_id, transfer.keys
         places = self._share.part(len(keys), number)
-        marks = transfer.marks if isinstance(transfer, MarkedTransfer) else ()
-        more = transfer.origins, transfer.slot_ids, places, marks
+        more = transfer.origins, transfer.slot_ids, places, transfer.marks
         return PendingMessage(operation, number, keys, transfer.generation, *more)
 
     def _take(self, pending: PendingMessage) -> None:

@@ -16,7 +16,6 @@ from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     FailureReason,
     Keys,
-    MarkedTransfer,
     Outcome,
     Presence,
     Probe,
@@ -358,7 +357,7 @@ def test_a_spill_goes_to_every_tier_and_is_missing_only_where_none_took_it(make_
 def test_a_tier_is_told_whose_each_object_is_that_this_rank_writes(make_rig):
     rig, marks = make_rig(share=Share(1, 2)), ids_of([7, 8, 9, 0])
     message = keys(A, B, C, D), ids_of([0, 1, 2, 3])
-    rig.runner.spill(MarkedTransfer(2, *message, marks=marks))
+    rig.runner.spill(TierTransfer(2, *message, marks=marks))
     rig.drain()
     assert {name(A): 7, name(B): 8, name(C): 9, name(D): 0}.items() > {
         written: written.mark for written in rig.tier.objects

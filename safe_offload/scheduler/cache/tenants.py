@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.config.tenants import WHOLE, Tenants
+from safe_offload.config.tenants import WHOLE, Tenants, payments
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.cache.eviction import EvictionPolicy, Hashes
 from safe_offload.scheduler.cache.slots import SlotPool
@@ -86,20 +86,8 @@ class TenantPolicy(EvictionPolicy):
 
     def payments(self, count: int) -> list[int]:
         """Return how many slots each tenant gives of `count`, perhaps fewer together."""
-        above = self.above
         sizes = list(map(len, self._policies))
-
-        def down_to(level: int) -> list[int]:
-            return [min(n, max(0, a - level)) for n, a in zip(sizes, above, strict=True)]
-
-        low, high, given = 0, max(above), down_to(0)
-        if sum(given) > count:
-            while high - low > 1:  # the first gives too much, or just enough, the second too little
-                middle = (low + high) // 2
-                low, high = (middle, high) if sum(down_to(middle)) >= count else (low, middle)
-            given = down_to(high)
-            for tenant, most in enumerate(down_to(low)):
-                given[tenant] += min(most - given[tenant], count - sum(given))
+        given = payments(sizes, self.above, count)
         given[self.asking] += min(sizes[self.asking] - given[self.asking], count - sum(given))
         return given
 

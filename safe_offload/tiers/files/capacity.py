@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
-from safe_offload.config.tenants import WHOLE
+from safe_offload.config.tenants import WHOLE, payments
 from safe_offload.config.units import MIB
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
@@ -351,19 +351,13 @@ def _end_count(usage_fd: int, before: Usage, held_bytes: int) -> None:
 
 
 def _payments(held: Mapping[int, int], excess: int, shares: Mapping[int, int]) -> dict[int, int]:
-    """Return how much of the excess goes of what each mark holds.
+    """Return how much of the excess goes of what each mark holds: none of its share of what stays.
 
-    None gives of its share of what stays; what each keeps above that is equal, as far as it has so
-    much. Shares are at most all of it together, so that is always enough.
+    Shares are at most all of it together, so what is above them is always enough.
     """
     kept = sum(held.values()) - excess
-    above = {m: max(0, n - shares.get(m, 0) * kept // WHOLE) for m, n in held.items()}
-    left, payments = sum(above.values()) - excess, {}
-    for number, mark in enumerate(sorted(above, key=above.__getitem__)):
-        keeps = min(above[mark], left // (len(above) - number))
-        left -= keeps
-        payments[mark] = above[mark] - keeps
-    return payments
+    above = [n - shares.get(mark, 0) * kept // WHOLE for mark, n in held.items()]
+    return dict(zip(held, payments(list(held.values()), above, excess), strict=True))
 
 
 class _Files:
