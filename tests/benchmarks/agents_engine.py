@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,8 +28,7 @@ from safe_offload.commands.bench.report import (
 from tests.benchmarks import agents_traces, connectors
 from tests.benchmarks.agents_traces import Conversation
 from tests.benchmarks.agents_virtual import make_prompt
-from tests.benchmarks.engine import tiny
-from tests.benchmarks.engines import TIMEOUT_S
+from tests.benchmarks.engines import TIMEOUT_S, with_model
 from tests.gpu import shapes
 
 EVERY_S = 7.0
@@ -66,18 +64,16 @@ def run_command(arguments: argparse.Namespace) -> int:
     under_way = agents_traces.mean_context(draw(1)) * arguments.users
     options = replace(options, pool_ratio=max(1.1, POOL_SHARE * under_way / options.prompt_tokens))
     samples: connectors.Samples = {}
-    with tempfile.TemporaryDirectory(prefix="safe-offload-agents-") as name:
-        folder = arguments.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = shapes.take_shape(options, arguments.shape, Path(name))
-        options = bench_engine.fit_to_model(tiny(options, Path(name)), folder, print)
-        with connectors.running(arguments.only, options, folder) as (engines, absent):
-            for index, engine in connectors.in_turns(engines, options.rounds):
-                asked = [to_turns(user, one) for user, one in enumerate(draw(index))]
-                how = (asked, EVERY_S / arguments.scale)
-                found = engines[engine].call(replay, how, TIMEOUT_S)
-                if index:
-                    connectors.note(samples, engine, **dict(zip(FIGURES, found, strict=True)))
+    with (
+        with_model(options, arguments) as (options, folder),
+        connectors.running(arguments.only, options, folder) as (engines, absent),
+    ):
+        for index, engine in connectors.in_turns(engines, options.rounds):
+            asked = [to_turns(user, one) for user, one in enumerate(draw(index))]
+            how = (asked, EVERY_S / arguments.scale)
+            found = engines[engine].call(replay, how, TIMEOUT_S)
+            if index:
+                connectors.note(samples, engine, **dict(zip(FIGURES, found, strict=True)))
     rows = [["", *(name.replace("_", " ") for name in FIGURES)]]
     for engine, figures in samples.items():
         rows.append([engine, *(median_and_spread(one, ".3f") for one in figures.values())])

@@ -11,11 +11,9 @@ Without a GPU the copies are those of a device of threads: to try the command.
 import argparse
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench import engine as bench_engine
@@ -24,8 +22,7 @@ from safe_offload.commands.bench.engine_process import EngineProcess, generate
 from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.commands.bench.report import Report, describe_machine, publish, table
 from safe_offload.errors import SafeOffloadError
-from tests.benchmarks.engine import tiny
-from tests.benchmarks.engines import TIMEOUT_S, random_prompt
+from tests.benchmarks.engines import TIMEOUT_S, random_prompt, with_model
 from tests.benchmarks.transfer_cases import KIB
 from tests.gpu import shapes
 
@@ -52,17 +49,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks beside`."""
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
-    with tempfile.TemporaryDirectory(prefix="safe-offload-beside-") as name:
-        folder = arguments.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = shapes.take_shape(options, arguments.shape, Path(name))
-        args = {
-            "worker_extension_cls": PROBE,
-            "enable_prefix_caching": False,
-            "max_num_seqs": USERS,
-        }
-        options = replace(options, engine_args=args | options.engine_args)
-        options = bench_engine.fit_to_model(tiny(options, Path(name)), folder, print)
+    args = {"worker_extension_cls": PROBE, "enable_prefix_caching": False, "max_num_seqs": USERS}
+    with with_model(options, arguments, **args) as (options, folder):
         chosen = engine_options(options)[BASELINE]
         with EngineProcess("beside", chosen, folder / "beside.log") as engine:
             engine.wait_until_started(TIMEOUT_S)

@@ -8,13 +8,11 @@ returns before the device has computed: then the rest of the forward is in the s
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench import engine as bench_engine
@@ -22,9 +20,8 @@ from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_option
 from safe_offload.commands.bench.engine_process import EngineProcess, Question, generate
 from safe_offload.commands.bench.engine_report import NUM_PROMPTS
 from safe_offload.commands.bench.report import Report, describe_machine, publish, table
-from tests.benchmarks.engine import tiny
 from tests.benchmarks.engine_watch import start_watching
-from tests.benchmarks.engines import TIMEOUT_S, ours
+from tests.benchmarks.engines import TIMEOUT_S, ours, with_model
 from tests.gpu import shapes
 
 PROBE = "tests.benchmarks.engine_watch.WorkerProbe"
@@ -65,14 +62,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks breakdown`; return 1 if no hit of the host could be seen."""
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
-    with tempfile.TemporaryDirectory(prefix="safe-offload-breakdown-") as name, ExitStack() as on:
-        folder = arguments.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = shapes.take_shape(options, arguments.shape, Path(name))
-        options = replace(
-            options, engine_args={"worker_extension_cls": PROBE} | options.engine_args
-        )
-        options = bench_engine.fit_to_model(tiny(options, Path(name)), folder, print)
+    with ExitStack() as on:
+        args = {"worker_extension_cls": PROBE}
+        options, folder = on.enter_context(with_model(options, arguments, **args))
         config = ours(**options.host_size, min_load_tokens=0)
         how = engine_options(replace(options, kv_transfer_config=config))[OURS]
         engine = on.enter_context(EngineProcess("ours", how, folder / "ours.log"))

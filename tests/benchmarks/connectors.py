@@ -25,7 +25,6 @@ import random
 import re
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -51,8 +50,7 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from safe_offload.errors import SafeOffloadError
-from tests.benchmarks.engine import tiny
-from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt
+from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt, with_model
 from tests.gpu import shapes
 from tests.gpu.campaign import descendants
 
@@ -96,11 +94,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks connectors`; return 1 if tokens differ from vLLM's hit."""
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
-    with tempfile.TemporaryDirectory(prefix="safe-offload-connectors-") as name:
-        folder = arguments.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = shapes.take_shape(options, arguments.shape, Path(name))
-        options = bench_engine.fit_to_model(tiny(options, Path(name)), folder, print)
+    with with_model(options, arguments) as (options, folder):
         found = SCENARIOS[arguments.scenario](options, arguments.only, folder)
     publish(make_report(arguments.scenario, found, options, machine), arguments)
     return int(found.num_different > 0 or not found.samples)

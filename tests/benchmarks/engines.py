@@ -1,14 +1,21 @@
 """Engines of the tiny Llama, for benchmarks that run rounds of their own."""
 
+import argparse
 import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safe_offload.commands.bench import engine as bench_engine
 from safe_offload.commands.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
 from safe_offload.commands.bench.engine_process import EngineProcess
 from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engine import tiny
+from tests.gpu import shapes
 
 TIMEOUT_S = 600.0
 
@@ -24,6 +31,19 @@ def make_tiny_engine(
     choices = engine_options(tiny(how, folder))
     chosen = choices[BASELINE if config is None else config["kv_connector"]]
     return EngineProcess(name, chosen, folder / f"{name.replace(' ', '-')}.log")
+
+
+@contextmanager
+def with_model(
+    options: BenchOptions, arguments: argparse.Namespace, **engine_args: Any
+) -> Iterator[tuple[BenchOptions, Path]]:
+    """Yield the options with the model of a run, which goes with it, and the folder of its logs."""
+    with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as name:
+        logs = arguments.logs or Path(name)
+        logs.mkdir(parents=True, exist_ok=True)
+        options = shapes.take_shape(options, arguments.shape, Path(name))
+        options = replace(options, engine_args=engine_args | options.engine_args)
+        yield bench_engine.fit_to_model(tiny(options, Path(name)), logs, print), logs
 
 
 def random_prompt(generator: random.Random, num_tokens: int) -> tuple[int, ...]:
