@@ -311,8 +311,18 @@ def test_a_file_takes_whole_pages():
 
 
 async def test_the_directory_is_counted_every_hour(make, root, monkeypatch):
+    threads: dict[str, ThreadPoolExecutor] = {}
+    real_start = files.start_threads
+
+    def start(num_threads: int, name: str) -> ThreadPoolExecutor:
+        threads[name] = real_start(num_threads, name)
+        return threads[name]
+
+    monkeypatch.setattr(files, "start_threads", start)
     tier = make(None)
     await spill_one(tier, name_of(1), SOURCE)
+    first_count_ended = threads["safe-offload-tier-keep"].submit(int)
+    await asyncio.wrap_future(first_count_ended)
     now_s = time.monotonic()
     monkeypatch.setattr(files.time, "monotonic", lambda: now_s + files.SWEEP_EVERY_S + 1)
     orphan = orphan_in(root)
