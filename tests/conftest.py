@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let `make test` draw the same examples every time; `make test-nightly` draws others."""
-    if "not nightly" in config.option.markexpr:
-        from hypothesis import settings
+    """Let `make test` draw the same examples every time; `make test-nightly` draws others.
 
-        settings.register_profile("the same", derandomize=True, database=None)
-        settings.load_profile("the same")
+    No example has a deadline: a busy machine would miss it.
+    """
+    from hypothesis import settings
+
+    is_same = "not nightly" in config.option.markexpr
+    more = {"derandomize": True, "database": None} if is_same else {}
+    settings.register_profile("ours", deadline=None, **more)
+    settings.load_profile("ours")
 
 
 ENGINES = "tests/engine/"

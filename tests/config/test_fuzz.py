@@ -117,7 +117,7 @@ def check_message(message: str, extra: object) -> None:
         assert "expected a mapping" in message
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(extra=extras, world_size=st.integers(min_value=1, max_value=2048))
 def test_whatever_is_written_works_or_is_answered_with_one_line(extra, world_size):
     message = refusal(extra, world_size)
@@ -138,7 +138,7 @@ def test_whatever_is_written_works_or_is_answered_with_one_line(extra, world_siz
     assert type(config.verify_invariants) is bool
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(key=st.sampled_from(VALID_KEYS), value=junk)
 def test_a_value_that_cannot_be_used_is_named_with_its_key(key, value):
     message = refusal({key: value})
@@ -159,7 +159,7 @@ tier = st.fixed_dictionaries(
 ) | st.dictionaries(any_text | st.sampled_from(TIER_KEYS) | st.none() | st.integers(), junk)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tiers=st.lists(tier, max_size=3))
 def test_whatever_is_written_of_tiers_works_or_is_answered_with_one_line(tiers):
     message = refusal({"tiers": tiers})
@@ -206,7 +206,7 @@ outer = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(config=outer)
 def test_a_whole_config_works_or_ends_in_the_error_of_a_wrong_argument(config):
     """vLLM's command line catches ValueError, which ConfigError and pydantic's errors are."""
@@ -222,7 +222,7 @@ def test_a_whole_config_works_or_ends_in_the_error_of_a_wrong_argument(config):
     assert OffloadConfig.from_extra_config(extra, world_size=1).cpu_bytes_per_rank > 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(extra=extras)
 def test_settings_that_we_refuse_are_refused_with_the_whole_config(extra):
     from vllm.config import KVTransferConfig

@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from safe_offload.compat import cache_hits, specs
+from safe_offload.compat.versions import installed_version
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.scheduler.geometry import GroupGeometry
 from safe_offload.scheduler.loads.admission import Admission
@@ -53,6 +54,8 @@ SERVED = [(name, drafts) for name, model in MODELS.items() for drafts in model.d
 WINDOWS = ("deepseek-v4", "deepseek-v4.1", "gpt-oss")
 NUM_POOL_BYTES = 60 << 30
 """KV cache of one GPU."""
+IS_031 = installed_version().startswith("0.31.")
+"""With states and drafts it counts blocks twice when a request goes on, and may never take it."""
 
 
 def recipe_of(name: str, drafts: str = "", **more: Any) -> Recipe:
@@ -260,7 +263,7 @@ class Waiting:
 # ---- runs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if not IS_031 or name != "glm-5.3-flash"])
 def test_no_promise_is_broken_however_a_model_is_served(name):
     for seed in (0, 1):
         result = run(name, seed, internal_checks=bool(seed))
@@ -288,6 +291,7 @@ def test_each_way_to_serve_a_model_is_drawn():
     assert any(shape.is_replicated for shape in drawn)
 
 
+@pytest.mark.skipif(IS_031, reason="the seeds are those of vLLM 0.32 and later")
 @pytest.mark.parametrize(
     ("name", "seed", "more_blocks", "group"), [("kimi-linear", 25, 2, 0), ("qwen3-next", 76, 1, 3)]
 )

@@ -174,7 +174,7 @@ class Run:
                 assert failure is None
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(operations=operations, ending=endings)
 def test_every_transfer_is_reported_exactly_once_and_as_what_became_of_it(operations, ending):
     run = Run()

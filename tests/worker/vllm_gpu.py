@@ -505,6 +505,7 @@ def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine)
     def captured(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
+    from_032 = {"capture_pool": captured} if hasattr(cuda_graph, "capture_pool") else {}
     replace(
         torch.accelerator,
         "empty_cache",
@@ -526,7 +527,7 @@ def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine)
     replace(
         cuda_graph,
         "current_stream",
-        capture_pool=captured,
+        **from_032,
         weak_ref_tensors=lambda tensors: tensors,
         current_platform=SimpleNamespace(get_global_graph_pool=lambda: None),
     )
@@ -544,8 +545,8 @@ def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine)
         cudagraph_utils,
         "current_stream",
         graph_capture=captured,
-        capture_pool=captured,
         is_global_first_rank=lambda: False,
+        **from_032,
     )
     _replace_parts_of_v2(replace, machine)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from safe_offload.compat.versions import installed_version
 from safe_offload.scheduler.stores.stores import Stores
 from tests.simulator.models import MODELS, Recipe
 from tests.simulator.peers import PeerEngine
@@ -18,6 +19,10 @@ HYBRIDS = {
     "states": ("full@16", "mamba@16"),
     "all": ("full@16", "window:96@16", "mamba@16"),
 }
+
+NO_STATES = ("window", "chunks")
+IS_031 = installed_version().startswith("0.31.")
+"""It keeps no state near the end of a prompt, so a hit needs others."""
 
 
 def make_engine(groups: tuple[str, ...], num_slots: int, **what: Any) -> PeerEngine:
@@ -63,7 +68,7 @@ def slots_of(groups: tuple[str, ...], **what: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("retention", [0, None])
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [kind for kind in HYBRIDS if not IS_031 or kind in NO_STATES])
 def test_memory_that_is_short_holds_what_hits_need_and_nothing_else(kind, retention):
     groups = HYBRIDS[kind]
     num_held, num_needed = slots_of(groups, retention_interval=retention)
@@ -147,6 +152,7 @@ def test_windows_and_states_stay_where_others_begin_on_the_gpu(kind, num_more):
     assert hit_tokens(engine, last) == len(stem)
 
 
+@pytest.mark.skipif(IS_031, reason="vLLM 0.31 keeps no state near the end of a prompt")
 def test_the_state_of_a_prompt_is_kept_as_long_as_the_prompt():
     """It used to be evicted while its request was answered, and the prompt was held in vain."""
     groups = HYBRIDS["states"]
