@@ -61,7 +61,7 @@ def replace_rules(coordinator: Any, rules: Mapping[type, type]) -> None:
     """
     groups: list[Any] = getattr(coordinator, "attention_groups", [])
     for idx, group in enumerate(groups):
-        theirs = getattr(group, "manager_cls", None)
+        theirs: Any = getattr(group, "manager_cls", None)
         if (ours := rules.get(theirs)) and _parameters(ours) == _parameters(theirs):
             groups[idx] = group._replace(manager_cls=ours)
 
