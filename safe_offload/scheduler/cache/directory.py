@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
@@ -87,6 +88,7 @@ class Directory:
         self._groups = bytearray(num_slots)
         self.group_of = self._groups.__getitem__
         """Returns the KV cache group of what a slot holds."""
+        self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
         self.being_stored: set[int] = set()
 
@@ -106,12 +108,12 @@ class Directory:
             more_keys: by such a hash, what else the block is known under.
         """
         self.being_stored.update(slots)
-        held, groups, table = self.hashes, self._groups, self.tables[group_idx]
-        for slot, block_hash in zip(slots, hashes, strict=True):
-            held[slot] = block_hash
-            table[block_hash] = slot
-            groups[slot] = group_idx
+        any(map(self.hashes.__setitem__, slots, hashes))  # None each: all of it runs
         self.num_held += len(slots)
+        self.tables[group_idx].update(zip(hashes, slots, strict=True))
+        if self._has_groups:
+            for slot in slots:
+                self._groups[slot] = group_idx
         if more_keys:
             self._add_keys(group_idx, more_keys)
         self.events.storing(self._keys_of(slots))
@@ -182,12 +184,15 @@ class Directory:
         """Slots that are in the tables are overwritten: drop every key of theirs."""
         self.version += 1
         self.events.removed(self._keys_of(slots))
-        held, groups, tables = self.hashes, self._groups, self.tables
-        for slot in slots:
-            block_hash: Any = held[slot]
-            del tables[groups[slot]][block_hash]
-            held[slot] = None
-        self.num_held -= len(slots)
+        groups, tables = self._groups, self.tables
+        hashes: list[Any] = list(map(self.hashes.__getitem__, slots))
+        deque(map(self.hashes.__setitem__, slots, repeat(None)), maxlen=0)
+        self.num_held -= len(hashes)
+        if not self._has_groups:
+            deque(map(tables[0].pop, hashes), maxlen=0)
+        else:
+            for slot, block_hash in zip(slots, hashes, strict=True):
+                del tables[groups[slot]][block_hash]
         if self._more_keys:
             for slot in slots:
                 for key in self._more_keys.pop(slot, ()):

@@ -6,9 +6,9 @@ number, from 0. A call takes many at once: a long prompt has thousands, and vLLM
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import filterfalse
+from itertools import filterfalse, repeat
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -236,9 +236,7 @@ class SlotPool:
         self._mark(slots, 1)
 
     def _mark(self, slots: Iterable[int], was_hit: int) -> None:
-        marks = self._was_hit
-        for slot in slots:
-            marks[slot] = was_hit
+        deque(map(self._was_hit.__setitem__, slots, repeat(was_hit)), maxlen=0)
 
     def unread(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that no load has read since they were filled."""
@@ -249,7 +247,7 @@ class SlotPool:
         self._now_s = now_s
 
     def _count_evicted(self, slots: Sequence[int]) -> None:
-        num_hit = sum([self._was_hit[slot] for slot in slots])
+        num_hit = sum(map(self._was_hit.__getitem__, slots))
         if num_hit:
             self._mark(slots, 0)
             self._counters[Count.EVICTED_BLOCKS_HIT] += num_hit

@@ -1,5 +1,6 @@
 """Host slots: who gets them, and that no call half happens."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -157,20 +158,18 @@ def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_s
 
 
 class FailingAfter(dict[bytes, int]):
-    """A table that cannot take one item, when it has taken some others."""
+    """A table in which the next update ends in an error when it has taken some of its items."""
 
     def __init__(self, num_items: int) -> None:
         super().__init__()
         self.num_items = num_items
 
-    def __setitem__(self, block_hash: bytes, slot: int) -> None:
-        self.num_items -= 1
-        if self.num_items == -1:
-            raise MemoryError
-        super().__setitem__(block_hash, slot)
+    def update(self, items: object, /) -> None:  # type: ignore[override]
+        super().update(itertools.islice(items, self.num_items))  # type: ignore[call-overload]
+        raise MemoryError
 
 
-@pytest.mark.parametrize("num_items", [0, 1])
+@pytest.mark.parametrize("num_items", [0, 1, 2])
 def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(num_items):
     pool = pool_of(6)
     pool.directory.tables = (FailingAfter(num_items),)
