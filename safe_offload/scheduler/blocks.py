@@ -330,7 +330,7 @@ def missing_blocks(
             first.setdefault(h, block)
     missing = []
     for group_idx, group_end in enumerate(by_end):
-        if found := [h for h in first if h.endswith(group_end)]:
+        if found := [h for h in first if h[end:] == group_end]:
             hashes: list[bytes] = [h[:end] for h in found]
             missing.append(BlockSet(group_idx, [first[h] for h in found], found, hashes))
     if gpu.has_more_hashes:
