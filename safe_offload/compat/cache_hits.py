@@ -11,6 +11,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -52,19 +54,20 @@ def _drops_eagle_block(speculative_config: Any) -> bool:
     return False
 
 
-def replace_full_attention(coordinator: Any, manager_class: type[FullAttentionManager]) -> None:
-    """Let `manager_class` find the hits of full attention groups in place of vLLM's own class.
+def replace_rules(coordinator: Any, rules: Mapping[type, type]) -> None:
+    """Let other classes find hits in place of vLLM's own managers.
 
     Nothing changes if the two take different arguments, or if there is only one group.
     """
-    known, passed = (
-        list(inspect.signature(its.find_longest_cache_hit).parameters)
-        for its in (manager_class, FullAttentionManager)
-    )
     groups: list[Any] = getattr(coordinator, "attention_groups", [])
     for idx, group in enumerate(groups):
-        if known == passed and getattr(group, "manager_cls", None) is FullAttentionManager:
-            groups[idx] = group._replace(manager_cls=manager_class)
+        theirs: Any = getattr(group, "manager_cls", None)
+        if (ours := rules.get(theirs)) and _parameters(ours) == _parameters(theirs):
+            groups[idx] = group._replace(manager_cls=ours)
+
+
+def _parameters(manager_class: Any) -> list[str]:
+    return list(inspect.signature(manager_class.find_longest_cache_hit).parameters)
 
 
 def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:

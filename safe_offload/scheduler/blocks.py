@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter, is_, is_not
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from safe_offload.scheduler.cache.directory import Key
@@ -272,7 +278,9 @@ class GpuBlocks:
         end = queue.fake_free_list_tail
         block = (after or queue.fake_free_list_head).next_free_block
         blocks: list[KVCacheBlock] = []
-        while block is not end and len(blocks) < count:
+        for _ in range(count):
+            if block is end:
+                break
             blocks.append(block)
             block = block.next_free_block
         return blocks
@@ -314,22 +322,27 @@ def missing_blocks(
         hash_objects: the hash object of each; None if vLLM has not hashed it.
         tables: what the host has, for each group.
     """
-    by_group = [BlockSet(group_idx) for group_idx in range(len(tables))]
-    seen: set[bytes] = set()
-    for block, hash_object in zip(blocks, hash_objects, strict=True):
-        if hash_object is None or hash_object in seen:
-            continue
-        block_hash = get_block_hash(hash_object)
-        group_idx = get_group_id(hash_object) if len(by_group) > 1 else 0
-        if block_hash not in tables[group_idx]:
-            seen.add(hash_object)
-            by_group[group_idx].append(block, hash_object, block_hash)
-    missing = [block_set for block_set in by_group if block_set.blocks]
+    by_end = {_end_of(group_idx): table for group_idx, table in enumerate(tables)}
+    first: dict[bytes, KVCacheBlock] = {}
+    end = -len(_end_of(0))
+    for block, h in zip(blocks, hash_objects, strict=True):  # without a call for each
+        if h is not None and h[:end] not in by_end[h[end:]]:
+            first.setdefault(h, block)
+    missing = []
+    for group_idx, group_end in enumerate(by_end):
+        if found := [h for h in first if h[end:] == group_end]:
+            hashes: list[bytes] = [h[:end] for h in found]
+            missing.append(BlockSet(group_idx, [first[h] for h in found], found, hashes))
     if gpu.has_more_hashes:
         for block_set in missing:
             owned = block_set.intact()  # what was given away has the hashes of its next owner
             block_set.more_keys = find_more_keys(gpu, owned.blocks, owned.hashes)
     return missing
+
+
+def _end_of(group_idx: int) -> bytes:
+    """Return what stands behind the hash in hash objects of a group."""
+    return bytes(make_block_hash_with_group_id(BlockHash(b""), group_idx))
 
 
 def find_more_keys(

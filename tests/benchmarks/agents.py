@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from examples.tiny_models import ModelKind, write_tiny_model
-from safe_offload.commands.bench.engine import OURS
 from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
     Report,
@@ -89,8 +88,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         for model in arguments.models if not arguments.url else ["running servers"]:
             how = (model, recorded, arguments)
             found, names = simulate(*how) if arguments.virtual else measure(*how, folder / model)
-            ours, limit = (*names[1:], None, None)[:2]
-            sections += make_sections(model, found, ours or names[0], limit)
+            ours, *limits = names[1:] or names
+            sections += make_sections(model, found, ours, limits)
             figures[model] = to_figures(found)
     options = {name: str(value) for name, value in vars(arguments).items() if name != "run"}
     publish(Report(_describe(arguments), sections, figures, options, machine), arguments)
@@ -156,16 +155,15 @@ def simulate(
 
     logging.disable(logging.CRITICAL)
     sizes, kind = _sizes(recorded, arguments), cast(Kind, model)
-    servers = server_sets(kind, sizes, {})
+    servers = agents_virtual.server_sets(kind, sizes)
     num_slots = sizes.num_blocks(kind, sizes.host_users)
     found: Found = {users: {name: [] for name in servers} for users in arguments.users}
     for users, by_name in found.items():
         for round_index in range(1, arguments.rounds + 1):
             drawn = draw(recorded, arguments, users, f"{arguments.seed}/{round_index}/{users}")
-            for name, one in servers.items():
-                connector = "none" if one.config is None else OURS
-                how = one.num_blocks, num_slots, sizes.context_tokens_max, users
-                engine = agents_virtual.make_engine(kind, connector, *how)
+            for name, what in servers.items():
+                how = num_slots, sizes.context_tokens_max, users
+                engine = agents_virtual.make_engine(kind, *what, *how)
                 every_s = USER_EVERY_S / arguments.scale
                 asks = [agents_virtual.asks_of(*one) for one in enumerate(drawn[:users])]
                 by_name[name].append(agents_virtual.replay(engine, asks, every_s))

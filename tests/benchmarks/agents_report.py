@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +22,9 @@ SOURCES = {"GPU": "local_cache_hit", "host": "external_kv_transfer", "computed":
 """Of prompt tokens, by vLLM's names."""
 
 Times = dict[str, dict[str, float]]
+
+ROUNDING_MS = 1e-6
+"""Of sums of virtual time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,9 @@ def read_run(folder: Path, before: Mapping[str, float], after: Mapping[str, floa
 
 
 def make_sections(
-    title: str, found: Found, ours: str, limit: str | None, names: Collection[str] = TIMES
+    title: str, found: Found, ours: str, limits: Sequence[str], names: Collection[str] = TIMES
 ) -> list[str]:
-    """Return the tables of a model, and whether ours is late anywhere."""
+    """Return the tables of a model, where ours is late, and how far it is from each limit."""
     sections = []
     for name in names:
         rows = [["users", "server", "requests/s", *(f"{one}, ms" for one in STATISTICS)]]
@@ -82,7 +86,7 @@ def make_sections(
                 rows[-1] += _shares(runs) if name == TTFT else ()
         sections.append(f"{title}: {name}\n\n{table(rows, num_left=2)}")
     for users, servers in found.items():
-        sections.append(_verdict(users, servers, ours, limit))
+        sections.append(_verdict(users, servers, ours, limits))
     return sections
 
 
@@ -95,18 +99,19 @@ def _shares(runs: Sequence[Run]) -> list[str]:
     return [f"{statistics.median(run.share(one) for run in runs):.0%}" for one in SOURCES]
 
 
-def _verdict(users: int, servers: Mapping[str, Sequence[Run]], ours: str, limit: str | None) -> str:
+def _verdict(
+    users: int, servers: Mapping[str, Sequence[Run]], ours: str, limits: Sequence[str]
+) -> str:
     runs, none = servers[ours], next(iter(servers.values()))
     lines = [f"{users} users: {_decisions(runs)}"]
     late = late_figures(runs, none)
     lines.append(f"later than without by more than the rounds' spread: {', '.join(late) or 'none'}")
-    if limit is not None:
-        for what in ("mean", "median"):
-            ratios = [
-                one.times_ms[TTFT][what] / other.times_ms[TTFT][what]
-                for one, other in zip(runs, servers[limit], strict=True)
-            ]
-            lines.append(f"{what} {TTFT}, of the limit's: {median_and_spread(ratios, '.2f')}")
+    for limit, what in itertools.product(limits, ("mean", "median")):
+        ratios = [
+            one.times_ms[TTFT][what] / other.times_ms[TTFT][what]
+            for one, other in zip(runs, servers[limit], strict=True)
+        ]
+        lines.append(f"{what} {TTFT}, of that of {limit}: {median_and_spread(ratios, '.2f')}")
     return "\n".join(lines)
 
 
@@ -116,7 +121,7 @@ def late_figures(runs: Sequence[Run], none: Sequence[Run]) -> list[str]:
     for name in TIMES:
         for what in STATISTICS:
             ours, theirs = ([run.times_ms[name][what] for run in some] for some in (runs, none))
-            if min(ours) > max(theirs):
+            if min(ours) > max(theirs) + ROUNDING_MS:
                 late.append(f"{what} {name} ({spread(ours, ',.0f')}, {spread(theirs, ',.0f')} ms)")
     return late
 

@@ -1,7 +1,8 @@
 """Recorded agents on virtual time: the same on every machine, however busy.
 
 vLLM's scheduler and the scheduler side of our connector are real (`slow_tier_engine`): a step takes
-5 ms and 0.1 ms for each of its tokens, copies run at 20 GB/s. So it shows what decisions cost.
+5 ms and 0.1 ms for each of its tokens, copies run at 20 GB/s. So it shows what decisions cost, and,
+beside an ideal connector, what a pool costs that is too small for those who ask.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from safe_offload.observe.counters import Count
+from tests.benchmarks import agents_servers
 from tests.benchmarks.agents_report import STATISTICS, TIMES, Run
-from tests.benchmarks.agents_servers import STEP_TOKENS, Kind
+from tests.benchmarks.agents_servers import STEP_TOKENS, Kind, Sizes
 from tests.benchmarks.agents_traces import BLOCK_TOKENS, Conversation, Request
+from tests.benchmarks.ideal import IDEAL
 from tests.benchmarks.slow_tier_engine import SLOT_BYTES, TimedEngine
 from tests.engine.http_server import BLOCK_SIZE
-from tests.simulator.vllm_setup import EngineShape
+from tests.simulator.vllm_setup import NONE, OURS, EngineShape
 
 TOKENS_PER_S = 10_000
 GROUPS: dict[Kind, tuple[str, ...]] = {
@@ -37,6 +40,16 @@ class Ask:
     prompt: Sequence[int]
     num_answer_tokens: int
     think_s: float = 0.0
+
+
+def server_sets(kind: Kind, sizes: Sizes) -> dict[str, tuple[str, int]]:
+    """Return connector and KV pool of each server, by name.
+
+    Beside those that there are: an ideal connector with the smaller pool.
+    """
+    sets = agents_servers.server_sets(kind, sizes, {})
+    servers = {name: (OURS if one.config else NONE, one.num_blocks) for name, one in sets.items()}
+    return servers | {IDEAL: (IDEAL, sizes.pool_blocks(kind))}
 
 
 def make_engine(

@@ -3,7 +3,8 @@
 The servers are those of `agents`: tiny models on the CPU, a KV pool that is too small and one that
 holds all. Prompts begin with one of some prefixes (`prefix_repetition`), or are those of users who
 take turns (`turns`), each the one before and more. With --virtual the same prompts come to vLLM's
-scheduler on virtual time.
+scheduler on virtual time, and there the ideal connector, whose loads take no time, says what the
+smaller pool costs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from examples.tiny_models import ANSWER_BYTES, write_tiny_model
-from safe_offload.commands.bench.engine import OURS
 from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
     Report,
@@ -74,8 +74,8 @@ def run_command(arguments: argparse.Namespace) -> int:
             run = simulate if arguments.virtual else measure
             for dataset, servers in run(cast(Kind, model), arguments, folder / model).items():
                 found: Found = {arguments.at_once: servers}
-                _, ours, limit = servers
-                sections += make_sections(f"{model}, {dataset}", found, ours, limit, [TTFT])
+                _, ours, *limits = servers
+                sections += make_sections(f"{model}, {dataset}", found, ours, limits, [TTFT])
                 figures[f"{model}, {dataset}"] = to_figures(found)
     how = "virtual time" if arguments.virtual else "vllm bench serve"
     method = f"{how}. The servers take turns. Median (lowest to highest) of the rounds."
@@ -200,14 +200,13 @@ def simulate(kind: Kind, arguments: argparse.Namespace, _: Path) -> dict[str, Se
 
     logging.disable(logging.CRITICAL)
     sizes, at_once = _sizes(arguments), arguments.at_once
-    sets = server_sets(kind, sizes, arguments.extra)
+    sets = agents_virtual.server_sets(kind, sizes)
     num_slots = sizes.num_blocks(kind, sizes.host_users)
     found: dict[str, Servers] = {one: {name: [] for name in sets} for one in arguments.datasets}
     for dataset, runs in found.items():
-        for name, one in sets.items():
-            connector = "none" if one.config is None else OURS
-            how = one.num_blocks, num_slots, sizes.context_tokens_max, at_once
-            engine = agents_virtual.make_engine(kind, connector, *how, RETENTION_INTERVAL)
+        for name, what in sets.items():
+            how = num_slots, sizes.context_tokens_max, at_once, RETENTION_INTERVAL
+            engine = agents_virtual.make_engine(kind, *what, *how)
             for round_index in range(arguments.rounds + 1):
                 prompts = draw(dataset, arguments, round_index)
                 asks = [

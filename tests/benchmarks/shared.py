@@ -118,6 +118,7 @@ def serve(
     case: Case,
     copy_steps: int,
     num_before: int = 0,
+    num_own_blocks: int = 0,
     **sizes: int,
 ) -> Served:
     """Serve a case.
@@ -126,6 +127,7 @@ def serve(
         name: the connector's.
         num_before: prompts with tails of their own that came before, one after the other, without
             the GPU's cache; with 0 it was the prefix itself.
+        num_own_blocks: behind the prefix, that the host has for the first request alone.
         sizes: see `Sizes`.
     """
     num_blocks = case.num_blocks * len(groups) + 1
@@ -135,15 +137,17 @@ def serve(
     engine = make_engine(name, engine_sizes, copy_steps)
     engine.add("start", prompt_of("start", 1), 1)  # until then no rank has told its capacity
     engine.drain()
-    tails = [_tail(f"store{index}") for index in range(num_before)]
-    for index, tail in enumerate(tails or [()]):
+    own = prompt_of("own", num_own_blocks * BLOCK_TOKENS)
+    tails = [_tail(f"store{index}") for index in range(num_before)] or [()]
+    for index, tail in enumerate([*tails, own] if own else tails):
         engine.add(f"store{index}", (*prefix, *tail), 1)
         engine.drain()
         _forget(engine, f"other{index}")
     before = engine.num_steps, engine.num_preemptions
     loaded_tokens = _see_loads(engine) if name != "none" else []
     for index in range(case.num_requests):
-        engine.add(f"r{index}", (*prefix, *_tail(f"tail{index}")), case.num_answer_tokens)
+        prompt = (*prefix, *(() if index else own), *_tail(f"tail{index}"))
+        engine.add(f"r{index}", prompt, case.num_answer_tokens)
     num_left = case.num_requests
     while num_left:
         num_left -= len(engine.step())

@@ -57,6 +57,16 @@ def test_where_two_prompts_were_seen_to_part_all_others_begin(layout, name):
     compare(served("none", layout, case, 2), served(name, layout, case, 2), layout)
 
 
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_longer_request_that_stands_first_costs_one_load_more(layout):
+    """Its load brings windows and states to its own end alone: the others share a second one."""
+    what, own = (LAYOUTS[layout], CASES[0], COPY_STEPS, 0, 10), 10 / CASES[0].prefix_blocks
+    without, ours = serve("none", *what), serve("ours-eager", *what)
+    assert ours.num_steps <= without.num_steps + LOAD_STEPS
+    assert (ours.num_preemptions, without.num_preemptions) == (0, 0)
+    assert 2 < ours.loaded_prefixes <= 2 + own, "less than twice what is needed"
+
+
 @pytest.mark.parametrize("drops_block", [False, True], ids=["drafts", "as EAGLE"])
 @pytest.mark.parametrize("layout", SPARSE)
 def test_with_drafts_it_is_the_same(layout, drops_block, monkeypatch):

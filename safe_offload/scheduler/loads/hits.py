@@ -2,8 +2,8 @@
 
 The rules of hybrid models (full attention, sliding window, chunked local, Mamba states, MLA, the
 block that EAGLE drops) belong to vLLM: its own cache coordinator runs over the host's slots, so
-that a change of those rules touches one file here. Only the rule of full attention is here too,
-because it can do without a call for each block.
+that a change of those rules touches one file here. Only the rules of full attention and of windows
+are here too, because they can do without a call for each block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, compress, filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from safe_offload.compat import cache_hits, specs
 from safe_offload.scheduler.geometry import GroupGeometry
@@ -160,13 +160,50 @@ class FullAttentionInRuns(FullAttentionManager):
         return runs, num_tokens
 
 
+class WindowInRuns(SlidingWindowManager):
+    """vLLM's rule of sliding windows for `FoundAsBlocks`: nearly always the last one is there.
+
+    Source: vLLM 0.32.0, SlidingWindowManager.find_longest_cache_hit, which is asked for the others.
+    """
+
+    @classmethod
+    def find_longest_cache_hit(  # noqa: PLR0913 (they are vLLM's)
+        cls,
+        block_hashes: Sequence[bytes],
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> Any:
+        """Return the slots of each group, and the number of tokens that all of them cover."""
+        size, end = kv_cache_spec.block_size, max_length // kv_cache_spec.block_size
+        if size == block_pool.hash_block_size == alignment_tokens and not drop_eagle_block:
+            first = max(0, end - max(1, -(-(kv_cache_spec.sliding_window - 1) // size)))
+            runs = block_pool.find_runs(block_hashes[first:end], kv_cache_group_ids)
+            if len(runs[0]) == end - first:
+                return tuple([NO_SLOT] * first + run for run in runs), end * size
+        what = block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec
+        how = drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size
+        return super().find_longest_cache_hit(*what, *how)
+
+
+RULES: dict[type, type] = {
+    FullAttentionManager: FullAttentionInRuns,
+    SlidingWindowManager: WindowInRuns,
+}
+
+
 def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
     sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     # It makes a pool of its own, which has no use: one block is the least.
     config = replace(kv_cache_config, num_blocks=1)
     coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)
-    cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
+    cache_hits.replace_rules(coordinator, RULES)
     coordinator.block_pool = pool
     for manager in coordinator.single_type_managers:
         manager.block_pool = pool

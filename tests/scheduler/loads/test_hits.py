@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from safe_offload.compat import cache_hits
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
-from safe_offload.scheduler.loads.hits import NO_SLOT, FullAttentionInRuns, HostHits, needed
+from safe_offload.scheduler.loads.hits import NO_SLOT, RULES, HostHits, needed
 from tests.simulator.groups import BLOCK_TOKENS, Group
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
@@ -151,7 +151,7 @@ def test_a_window_needs_only_its_last_blocks():
     assert hit.slots() == [*window, *full]
 
 
-# ---- full attention in a hybrid model ----------------------------------------------------------
+# ---- full attention and windows in a hybrid model ----------------------------------------------
 
 HYBRIDS = {
     groups: rules_of(*groups, slots=slots_of(len(groups), 3 * NUM_BLOCKS + 4))
@@ -172,6 +172,18 @@ HYBRIDS = {
 
 
 @contextmanager
+def vllms_own_rules(coordinator: Any) -> Iterator[None]:
+    """Put vLLM's classes in the place of ours."""
+    groups = coordinator.attention_groups
+    before, theirs = list(groups), {ours: vllms for vllms, ours in RULES.items()}
+    groups[:] = [g._replace(manager_cls=theirs.get(g.manager_cls, g.manager_cls)) for g in before]
+    try:
+        yield
+    finally:
+        groups[:] = before
+
+
+@contextmanager
 def attention_groups(coordinator: Any, **changes: Any) -> Iterator[None]:
     """Change what vLLM's coordinator knows of the groups of full attention."""
     groups = coordinator.attention_groups
@@ -188,7 +200,7 @@ def attention_groups(coordinator: Any, **changes: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("drops_eagle_block", [False, True])
 @pytest.mark.parametrize("groups", HYBRIDS)
-def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(groups, drops_eagle_block):
+def test_our_rules_in_a_hybrid_model_find_what_vllm_finds(groups, drops_eagle_block):
     (hits, coordinator), hashes = HYBRIDS[groups], hashes_of()
     lengths = set()
 
@@ -215,7 +227,7 @@ def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(groups, drops_ea
         wanted = hashes[:num_hashes], num_computed * hits.geometry.alignment_tokens, end_max
         with attention_groups(coordinator, use_eagle=drops_eagle_block):
             ours = found(hits.find_hit(*wanted))
-            with attention_groups(coordinator, manager_cls=FullAttentionManager):
+            with vllms_own_rules(coordinator):
                 assert ours == found(hits.find_hit(*wanted))
         lengths.add(ours and ours[1])
         hits.slots.forget(unfinished)
@@ -225,52 +237,54 @@ def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(groups, drops_ea
     assert len(lengths) > 1, "or it has shown nothing"
 
 
+@pytest.mark.parametrize("vllms", RULES)
 @given(
     missing=st.tuples(*[st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=3) for _ in range(2)]),
     group_ids=st.sampled_from([[0], [1], [0, 1]]),
     end_max=st.integers(0, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
     alignment_tokens=st.sampled_from([4, 6, 8, 12]),
     drops_eagle_block=st.booleans(),
+    window=st.integers(1, 20),
     num_context_ranks=st.integers(1, 2),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_rule_in_runs_answers_as_vllms_does(
-    missing, group_ids, end_max, alignment_tokens, drops_eagle_block, num_context_ranks
+def test_a_rule_in_runs_answers_as_vllms_does(
+    vllms,
+    missing,
+    group_ids,
+    end_max,
+    alignment_tokens,
+    drops_eagle_block,
+    window,
+    num_context_ranks,
 ):
     (hits, coordinator), hashes = HYBRIDS["full", "full", "window:8"], hashes_of()
     hits.slots.forget_all()
     for group_idx, its_missing in enumerate(missing):
         fill(hits, group_idx, [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing])
-    ours, vllms = (
+    is_window = vllms is SlidingWindowManager  # which reads hashes as far as it is told to
+    ours, theirs = (
         rule.find_longest_cache_hit(
             block_hashes=hashes,
-            max_length=end_max,
+            max_length=min(end_max, NUM_BLOCKS * BLOCK_TOKENS) if is_window else end_max,
             kv_cache_group_ids=group_ids,
             block_pool=coordinator.block_pool,
-            kv_cache_spec=Group("full").spec(),
+            kv_cache_spec=Group("window" if is_window else "full", window).spec(),
             drop_eagle_block=drops_eagle_block,
             alignment_tokens=alignment_tokens,
-            dcp_world_size=num_context_ranks,
+            dcp_world_size=1 if is_window else num_context_ranks,
         )
-        for rule in (FullAttentionInRuns, FullAttentionManager)
+        for rule in (RULES[vllms], vllms)
     )
-    assert ours == vllms
+    assert ours == theirs
 
 
-def test_full_attention_in_a_hybrid_model_is_not_asked_block_by_block(monkeypatch):
+def test_a_hybrid_model_is_not_asked_block_by_block(monkeypatch):
     (hits, coordinator), hashes = rules_of("full", "window:8", slots=slots_of(2)), hashes_of()
     full = fill(hits, 0, hashes)
     window = fill(hits, 1, hashes[-2:])
-    asked: list[Any] = []
-    find = coordinator.block_pool.get_cached_block
-    monkeypatch.setattr(
-        coordinator.block_pool,
-        "get_cached_block",
-        lambda block_hash, group_ids: asked.append(group_ids) or find(block_hash, group_ids),
-    )
-    hit = hits.find_hit(hashes, 0, 99)
-    assert found(hit) == ([full, [NO_SLOT] * 10 + window], 48, 0)
-    assert asked == [[1], [1]], "the window's last two blocks"
+    monkeypatch.setattr(coordinator.block_pool, "get_cached_block", None)
+    assert found(hits.find_hit(hashes, 0, 99)) == ([full, [NO_SLOT] * 10 + window], 48, 0)
 
 
 def test_only_vllms_own_class_of_full_attention_is_replaced():
@@ -284,13 +298,13 @@ def test_only_vllms_own_class_of_full_attention_is_replaced():
 
     with attention_groups(coordinator, manager_cls=FullAttentionManager):
         before = list(groups)
-        cache_hits.replace_full_attention(coordinator, Later)
+        cache_hits.replace_rules(coordinator, {FullAttentionManager: Later})
         assert groups == before, "it takes other arguments than vLLM passes"
     with attention_groups(coordinator, manager_cls=Later):
         before = list(groups)
-        cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
+        cache_hits.replace_rules(coordinator, RULES)
         assert groups == before, "the group has rules of its own"
-    cache_hits.replace_full_attention(object(), FullAttentionInRuns)
+    cache_hits.replace_rules(object(), RULES)
 
 
 # ---- a hit that is asked for again -------------------------------------------------------------
