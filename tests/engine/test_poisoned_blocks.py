@@ -25,24 +25,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3 in 8 bits": {"kv_cache_dtype": "fp8"},
 }
 NOT_A_NUMBER = ("lfm2", "deepseek")
+NIGHTLY = pytest.mark.nightly
+IN_8_BITS = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="needs AVX-512")
+SOME_NIGHTS = [("gemma3 in 8 bits", [NIGHTLY, IN_8_BITS]), ("gpt_oss", NIGHTLY)]
 
 
 @pytest.fixture(
-    params=[
-        "gemma3",
-        "lfm2",
-        "deepseek",
-        pytest.param(
-            "gemma3 in 8 bits",
-            marks=[
-                pytest.mark.nightly,
-                pytest.mark.skipif(
-                    not torch.cpu._is_avx512_supported(), reason="vLLM's kernel needs AVX-512"
-                ),
-            ],
-        ),
-        pytest.param("gpt_oss", marks=pytest.mark.nightly),
-    ]
+    params=["gemma3", "lfm2", "deepseek", *(pytest.param(k, marks=m) for k, m in SOME_NIGHTS)]
 )
 def kind(request):
     return request.param
@@ -77,8 +66,7 @@ def test_no_poison_reaches_an_answer(kind, folder, tmp_path):
     """Blocks of several groups: computed, loaded, of loads that fail halfway, of hits that are cut,
     of requests that were preempted.
 
-    Behind any hit, of the GPU's own cache too, vLLM computes lfm2 and deepseek a bit differently on
-    a CPU.
+    Behind any hit, of the GPU's own cache too, a CPU computes lfm2 and deepseek a bit differently.
     """
     plain, ours = run(
         tmp_path / "run",
