@@ -6,8 +6,8 @@ measured while requests are served: the time of a step by the tokens computed in
 a load by its tokens. Both are taken from plan to plan: that is what a request feels, queues, steps
 in between and vLLM's pauses included. There is no clock in here: times are handed in.
 
-A load delays its own request. Computing delays all that wait for the engine, and counts for each of
-them: under load, where a load takes a whole step of others' prompts, it is what fills the queue.
+A load delays its own request. Computing lengthens a step for all, and counts for each of them:
+under load, where a load takes a whole step of others' prompts, it is what fills queue and pool.
 
 Most steps only generate; only those are timed in which a prompt is computed, and what follows from
 them is worked out when a hit is found.
@@ -167,7 +167,7 @@ class Costs:
         min_load_tokens: offer the hits of at least this many tokens; None to go by what was
             measured.
         num_step_tokens_max: a step computes no more.
-        book: the requests, to see how many wait; None if there is only ever one.
+        book: the requests, to see how many there are; None if there is only ever one.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Costs:
             return offer.num_tokens >= self._min_load_tokens
         if min(self.steps.num_samples, self.loads.num_samples) < SAMPLES_MIN:
             return True
-        load_s, num_delayed = self.load_s(offer), 1 + self.num_waiting
+        load_s, num_delayed = self.load_s(offer), self.num_delayed
         if load_s > num_delayed * self.compute_s(offer):
             self._num_refused += 1
             return self._num_refused % PROBE_EVERY == 0
@@ -214,9 +214,9 @@ class Costs:
         return True
 
     @property
-    def num_waiting(self) -> int:
-        """Return how many other requests do not run, as of the last step."""
-        return max(0, self._book.num_live - len(self.scheduled) - 1) if self._book else 0
+    def num_delayed(self) -> int:
+        """Return how many requests computing delays: all, those that run too."""
+        return max(1, self._book.num_live) if self._book else 1
 
     def load_s(self, offer: Offer) -> float:
         """Return the seconds until the tokens of a hit are expected to be there.

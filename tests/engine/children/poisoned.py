@@ -1,4 +1,4 @@
-"""Answers prompts in an engine whose GPU memory is poisoned: what nobody wrote is not a number.
+"""Answers prompts in an engine whose GPU memory is poisoned: what nobody wrote is nonsense.
 
 Every block that vLLM's pool gives out is filled with it, in every layer, before vLLM zeroes what it
 zeroes and before a load or a forward writes there. So a block that a load leaves unwritten, and one
@@ -22,7 +22,7 @@ BLOCK_TOKENS = 32
 def scenario(job: dict[str, Any]) -> dict[str, Any]:
     """Answer all prompts in one go, for each of `options["rounds"]`."""
     options = job["options"]
-    poison = Poison() if options["is_poisoned"] else None
+    poison = Poison(options["poison"]) if options["poison"] is not None else None
     faults = Faults()
     llm = engine.start(job)
     report: dict[str, Any] = {"rounds": [], "are_finite": []}
@@ -46,11 +46,12 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
 class Poison:
     """Fills what vLLM's pool gives out, right before the step for which it was given out."""
 
-    def __init__(self) -> None:
+    def __init__(self, value: float) -> None:
         from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+        self._value = value
         self.counts = {"poisoned": 0, "zeroed": 0}
         given_out: list[int] = []
         get_new_blocks, schedule = BlockPool.get_new_blocks, Scheduler.schedule
@@ -80,14 +81,13 @@ class Poison:
     def _fill(self, runner: Any, block_ids: list[int]) -> None:
         import torch
 
-        is_zeroed = runner.kv_cache_config.needs_kv_cache_zeroing
         for layer in runner.compilation_config.static_forward_context.values():
             found = getattr(layer, "kv_cache", ())
             for cache in [found] if isinstance(found, torch.Tensor) else found:
                 if cache.dtype.itemsize == 1:
                     cache.view(torch.uint8)[block_ids] = 0xFF
                 else:
-                    cache[block_ids] = float("nan") if is_zeroed else 1e4
+                    cache[block_ids] = self._value
 
 
 class Faults:
