@@ -529,7 +529,9 @@ def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine)
         "current_stream",
         **from_032,
         weak_ref_tensors=lambda tensors: tensors,
-        current_platform=SimpleNamespace(get_global_graph_pool=lambda: None),
+        current_platform=SimpleNamespace(
+            get_global_graph_pool=lambda: None, graph_pool_handle=lambda: None
+        ),
     )
     replace(
         v1,
