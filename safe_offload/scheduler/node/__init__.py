@@ -1,0 +1,1 @@
+"""The scheduler side of a pool that all engines of a machine share."""
