@@ -132,11 +132,11 @@ class Engine:
         self.leases.check_invariants()
 
 
-# ---- engines of processes, which can be killed ----------------------------------------------------
+# ---- engines of processes, which can be killed ---------------------------------------------------
 
 
 def copier(num_slots: int, pipe: Any, other: Any) -> None:
-    """Move words as it is told, each slot in two parts with a pause; go on when the other is dead."""
+    """Move words as it is told, each slot in two parts; end what it does when the other is dead."""
     other.close()
     file = open_rank(wanted(num_slots))
     words = words_of(file)

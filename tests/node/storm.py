@@ -1,4 +1,4 @@
-"""Four engines on one pool, of which one is killed each second: no wrong word, every slot accounted.
+"""Four engines on one pool, of which one is killed each second: no wrong word, no slot is lost.
 
     python -m tests.node.storm --seconds 600
 
@@ -60,7 +60,7 @@ def storm(seconds: float, *, num_slots: int = 160, kill_every_s: float = 1.0) ->
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         time.sleep(kill_every_s)
-        for index, (process, copier_pid) in enumerate(engines):
+        for index, (process, _) in enumerate(engines):
             if not process.is_alive():
                 num_ended += 1
                 engines[index] = start()

@@ -41,6 +41,7 @@ class NodeSlots(SlotPool):
         secret: of what nobody else may find, see `is_private`.
         is_private: whether a hash does not say all that a block was computed from.
         num_lost: slots that were overwritten by another before they could be leased.
+        parked: granted while guests read them, or bad; leased until these have gone. Read only.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -56,7 +57,7 @@ class NodeSlots(SlotPool):
         self._is_own = bytearray(self.num_slots)
         self._lots: set[int] = set()  # of this engine, as far as it knows
         self._marked: set[int] = set()  # slots where this engine is a guest
-        self._parked: set[int] = set()  # granted while guests read them; leased until these go
+        self.parked: set[int] = set()
         self._seen = np.zeros(self.num_slots, np.uint64)  # words when slots were looked at
         self._versions = np.zeros(0, np.uint64)
 
@@ -192,8 +193,8 @@ class NodeSlots(SlotPool):
             self._is_own[slot] = 0
         self._evictable.forget(slots)
         self._empty = [slot for slot in self._empty if slot not in slots]
-        parked = self._parked.intersection(slots)
-        self._parked -= parked
+        parked = self.parked.intersection(slots)
+        self.parked -= parked
         self._leased -= parked
         self._versions[lot] = np.iinfo(np.uint64).max
 
@@ -216,7 +217,7 @@ class NodeSlots(SlotPool):
             if not slots:
                 break
             held = self._retract(slots)
-            self._parked.update(held)
+            self.parked.update(held)
             granted += filterfalse(set(held).__contains__, slots) if held else slots
         is_short = len(granted) < count and len(self._lots) < table.fair_share()
         table.want(is_short=is_short)
@@ -231,10 +232,10 @@ class NodeSlots(SlotPool):
 
     def _unpark(self) -> None:
         """Take back slots whose guests have gone."""
-        if self._parked and self.table is not None:
-            parked = sorted(self._parked)
-            free = self._parked.difference(self.table.guests_at(_array(parked)).tolist())
-            self._parked -= free
+        if self.parked and self.table is not None:
+            parked = sorted(self.parked)
+            free = self.parked.difference(self.table.guests_at(_array(parked)).tolist())
+            self.parked -= free
             self.release(sorted(free))
 
     def _spare(self, count: int) -> None:
@@ -284,7 +285,7 @@ class NodeSlots(SlotPool):
             self._is_own[slot] = 1
         if unknown:  # of others' generations, or there twice, or nothing
             self._retract(unknown)
-        self._parked.update(bad)
+        self.parked.update(bad)
         self._leased.update(bad)
         self._empty += [slot for slot in reversed(unknown) if slot not in self._leased]
         filled = [s for s in slots if hashes[s] is not None and s not in self._leased]
@@ -427,7 +428,7 @@ class NodeSlots(SlotPool):
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Any:
         expected = super()._count(leases)
-        expected.update(self._parked)
+        expected.update(self.parked)
         return expected
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
