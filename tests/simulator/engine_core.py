@@ -126,6 +126,7 @@ class EngineCore(Stepper):
             defers_finalize=shape.num_draft_tokens > 0,
             is_last_stage=rank >= shape.num_ranks - shape.tensor_ranks,
             pause=self._pause,
+            pool=opened.pool,
         )
 
     def _open(self, rank: int, copy_ticks_max: int) -> tuple[Device, SteppedLoop, Opened]:
@@ -364,7 +365,7 @@ class EngineCore(Stepper):
                 worker.loop.turn()
                 worker.device.tick()
         for worker in self.workers:
-            worker.connector.side.opened.pool.close()
+            worker.pool.close()
 
     def close(self) -> None:
         for worker in self.workers:

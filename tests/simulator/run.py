@@ -119,12 +119,11 @@ class Run:
 
     def rest(self) -> list[Event]:
         """What has not happened yet, for the next life of an engine that was killed."""
+        now = self._now
+        rest: list[Event] = [replace(each, step=max(0, each.step - now)) for each in self._sends]
+        rest += [replace(each, step=max(0, each.step - now)) for each in self._resets]
         faults = self._faults.rest()
-        return [
-            replace(event, **{key: max(0, getattr(event, key) - self._now)})
-            for key, events in (("step", [*self._sends, *self._resets]), ("number", faults))
-            for event in events
-        ]
+        return rest + [replace(each, number=max(0, each.number - now)) for each in faults]
 
     def go(self) -> None:
         """Run to the end."""

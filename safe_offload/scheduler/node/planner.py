@@ -75,7 +75,13 @@ class NodePlanner(Planner):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """See `Planner`; what others overwrite before it is leased is no hit."""
+        """See `Planner`; what others overwrite before it is leased is no hit.
+
+        A request that comes before the ranks have told where the pool is waits for that: they do so
+        in the first step, or not at all.
+        """
+        if self._start_steps_left and not self._is_disabled:
+            return None
         if not self.slots.wake():
             return 0
         self.slots.sync()
@@ -146,7 +152,7 @@ class NodePlanner(Planner):
         )
 
     def _nap_if_idle(self) -> None:
-        if not (self.book.num_live or len(self.leases) or super().has_pending_push_work()):
+        if not (self.book.num_live or len(self.leases) or self.has_pending_push_work()):
             self.slots.nap()
 
     def _end(self, state: RequestState) -> None:
@@ -162,6 +168,10 @@ class NodePlanner(Planner):
                 "After a reset the weights may be others, so this engine uses nothing of what "
                 "others have stored in the shared host cache, nor do they of what it stores."
             )
+
+    def has_pending_push_work(self) -> bool:
+        """See `Planner`; or it has not looked at all yet that others have stored."""
+        return self.slots.is_behind or super().has_pending_push_work()
 
     def shutdown(self) -> None:
         """See `SchedulerSide`."""

@@ -41,6 +41,7 @@ class NodeSlots(SlotPool):
         secret: of what nobody else may find, see `is_private`.
         is_private: whether a hash does not say all that a block was computed from.
         num_lost: slots that were overwritten by another before they could be leased.
+        is_behind: not all that others have changed was looked at yet.
         parked: granted while guests read them, or bad; leased until these have gone. Read only.
     """
 
@@ -50,6 +51,7 @@ class NodeSlots(SlotPool):
         self.is_alone = False
         self.is_private: Callable[[bytes], bool] = lambda block_hash: False
         self.table: Table | None = None
+        self.is_behind = False
         self.num_lost = 0
         self.generation = 0
         self.secret = _new_number()
@@ -113,6 +115,7 @@ class NodeSlots(SlotPool):
         if table is None:
             return
         changed = np.flatnonzero(table.versions != self._versions).tolist()
+        self.is_behind = False
         if not changed:
             return
         versions = table.versions.copy()
@@ -120,6 +123,7 @@ class NodeSlots(SlotPool):
         num_left = LOOKS_MAX
         for lot in changed:
             if num_left <= 0:
+                self.is_behind = True
                 return
             if lot not in self._lots:
                 num_left -= self._look_at(lot)
