@@ -12,7 +12,6 @@ import contextlib
 import mmap
 import os
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from safe_offload.node.table import Table
 
 BASE: Final = Path("/dev/shm")
 TABLE: Final = "table"
+ABOUT: Final = "about"
 CHECKSUM_BYTES: Final = 8
 LAST_BYTES: Final = mmap.PAGESIZE
 MAKING_TIMEOUT_S: Final = 900.0
@@ -47,6 +47,7 @@ class Pool:
     """A pool that is there, as `safe-offload cache` shows it."""
 
     path: Path
+    about: str
     size_bytes: int
     num_slots: int
     num_filled: int
@@ -79,6 +80,7 @@ class Wanted:
 
     Attributes:
         name: of the pool: engines of one name compute the same bytes.
+        about: what users know it by.
         rank: the first of the ranks that hold the same.
         num_slots: of the pool if this rank is the first of all that makes something.
         size_of: bytes of so many slots.
@@ -87,6 +89,7 @@ class Wanted:
     """
 
     name: str
+    about: str
     rank: int
     num_slots: int
     size_of: Callable[[int], int]
@@ -118,6 +121,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
         new.unlink(missing_ok=True)
         Table.make(str(new), wanted.num_slots, wanted.hash_bytes, secrets.token_bytes(16))
         new.rename(table_path)
+        (folder / ABOUT).write_text(wanted.about)
     table = Table(str(table_path))
     num_slots, pool_id = table.num_slots, table.pool_id
     checksums_at = -(-wanted.size_of(num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -150,7 +154,7 @@ def _make_file(path: Path, size_bytes: int, last: bytes, check: Callable[[int], 
             f"{path.parent} has {free_bytes >> 20} MiB of the {size_bytes >> 20} MiB left that the "
             f"pool needs. Fix: make {BASE} larger (docker run --shm-size, or mount -o "
             'remount,size=…), give a smaller "cpu_bytes_to_use", or remove pools that nobody uses '
-            "(safe-offload cache stats)"
+            "(safe-offload cache ls node)"
         )
     check(size_bytes)
     new = path.with_name("new")
@@ -194,28 +198,27 @@ def _making(base: Path) -> Iterator[None]:
 
 
 def _removal(folder: Path) -> str:
-    return f"end the engines that use it, and remove it: rm -r {folder}"
+    return f"end the engines that use it, and run: safe-offload cache rm node {folder.name}"
 
 
 def find_pools() -> list[Pool]:
     """Return the pools of this user; one that cannot be read has no slots."""
-    base = user_folder()
-    return (
-        [_look_at(path) for path in sorted(base.iterdir()) if path.is_dir()]
-        if base.is_dir()
-        else []
-    )
+    try:
+        return [_look_at(path) for path in sorted(user_folder().iterdir()) if path.is_dir()]
+    except FileNotFoundError:
+        return []
 
 
 def _look_at(path: Path) -> Pool:
+    about = (path / ABOUT).read_text() if (path / ABOUT).is_file() else ""
     size_bytes = sum(found.stat().st_blocks * 512 for found in path.iterdir())
     try:
         table = Table(str(path / TABLE))
     except (OSError, SharingError):
-        return Pool(path, size_bytes, 0, 0, 0, is_used=False)
+        return Pool(path, about, size_bytes, 0, 0, 0, is_used=False)
     num_filled = int(np.count_nonzero(table.words & np.uint64(1)))
     num_engines, is_used = len(table.living), table.locks.is_used()
-    pool = Pool(path, size_bytes, table.num_slots, num_filled, num_engines, is_used)
+    pool = Pool(path, about, size_bytes, table.num_slots, num_filled, num_engines, is_used)
     table.close()
     return pool
 
@@ -225,5 +228,7 @@ def remove_pool(path: Path) -> bool:
     with _making(user_folder()):
         if _look_at(path).is_used:
             return False
-        shutil.rmtree(path)
+        for found in path.iterdir():
+            found.unlink()
+        path.rmdir()
     return True

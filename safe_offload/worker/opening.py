@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
+from safe_offload.node.pools import Wanted
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.guarded_tier import GuardedTier
@@ -238,23 +240,33 @@ class Opening:
     ) -> PoolMemory | None:
         first = self.rank - share.index
         more = {"device": device.type, "ranks_per_copy": f"{share.count}"}
-        name, doubts = name_here(self.namespace_facts_of(geometry, first), more)
+        facts = self.namespace_facts_of(geometry, first)
+        name, doubts = name_here(facts, more)
         if doubts:
             logger.warning(ALONE_HERE, self.rank, " and ".join(doubts))
             return None
-        lay_out = functools.partial(_lay_out, geometry, device, self.config)
-        num_slots = self.config.num_slots_of(geometry.slot_bytes)
 
         def check(size_bytes: int) -> None:
-            available_bytes = available_host_bytes()
             check_host_bytes(
                 self.config,
                 bytes_per_rank=size_bytes,
-                num_ranks_on_host=1,
-                available_bytes=available_bytes,
+                num_ranks_on_host=1,  # whoever makes something is alone with it
+                available_bytes=available_host_bytes(),
             )
 
-        return open_pool(name, first, num_slots, lay_out, self.hash_bytes, check)
+        rows = [segment.length_bytes for segment in geometry.segments]
+        return open_pool(
+            Wanted(
+                name=name,
+                about=facts.facts.get("model", ""),
+                rank=first,
+                num_slots=self.config.num_slots_of(geometry.slot_bytes),
+                size_of=lambda n: _lay_out(geometry, device, self.config, n).size_bytes,
+                terms=hashlib.sha256(repr(rows).encode()).digest(),
+                hash_bytes=self.hash_bytes,
+                check=check,
+            )
+        )
 
     def _check_host_bytes(self, share: Share, layout: HostLayout) -> None:
         check_host_bytes(

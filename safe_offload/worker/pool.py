@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
-from safe_offload.layout import HostLayout
 from safe_offload.node.locks import tests_of
 from safe_offload.node.pools import POLL_S, RankFile, Wanted, open_rank, user_folder
 from safe_offload.node.table import reserved_slots
@@ -64,57 +62,32 @@ class PoolMemory:
         self._file.locks.close()
 
 
-def open_pool(
-    name: str,
-    rank: int,
-    num_slots: int,
-    lay_out: Callable[[int], HostLayout],
-    hash_bytes: int,
-    check: Callable[[int], None],
-) -> PoolMemory:
+def open_pool(wanted: Wanted) -> PoolMemory:
     """Open this rank's part of the pool, and make what is missing.
-
-    Args:
-        name: of the pool: only engines have it that compute the same.
-        rank: the first of those that hold the same.
-        num_slots: if the pool has to be made; else its size is that of the pool.
-        lay_out: says how so many slots lie.
-        check: see `Wanted`.
 
     Raises:
         ConfigError: the pool cannot be used, or made.
     """
-    rows = [segment.length_bytes for segment in lay_out(num_slots).geometry.segments]
-    arrangement = repr((rows, hash_bytes))
-    wanted = Wanted(
-        name,
-        rank,
-        num_slots,
-        lambda count: lay_out(count).size_bytes,
-        hashlib.sha256(arrangement.encode()).digest(),
-        hash_bytes,
-        check,
-    )
     begin_s = time.monotonic()
     try:
         file = open_rank(wanted)
     except SharingError as error:
-        raise ConfigError(f'"share": "node": the host cache cannot be shared: {error}') from error
-    folder = user_folder() / name
+        raise ConfigError(f'"share": "node": the host cache cannot be shared: {error}.') from error
+    folder = user_folder() / wanted.name
     logger.info(
         "The shared host cache %s %s: %s for rank %d, in %.1f s.",
         folder,
         "was made" if file.is_new else "was there",
         format_bytes(len(file.mapping)),
-        rank,
+        wanted.rank,
         time.monotonic() - begin_s,
     )
-    if file.num_slots != num_slots:
+    if file.num_slots != wanted.num_slots:
         logger.warning(
             "The shared host cache has %d slots, as the first engine was configured; this one asks "
-            "for %d. To change it, end all engines and remove it: safe-offload cache clear %s",
+            "for %d. To change it, end all engines and run: safe-offload cache rm node %s",
             file.num_slots,
-            num_slots,
-            folder,
+            wanted.num_slots,
+            wanted.name,
         )
-    return PoolMemory(file, str(folder), rank)
+    return PoolMemory(file, str(folder), wanted.rank)

@@ -30,6 +30,7 @@ def wanted(num_slots: int, **changes: Any) -> Wanted:
     """A pool of one rank whose slots have `SLOT_WORDS` words."""
     fields: dict[str, Any] = {
         "name": "pool",
+        "about": "model",
         "rank": 0,
         "num_slots": num_slots,
         "size_of": lambda count: count * SLOT_WORDS * 8,

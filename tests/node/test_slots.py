@@ -181,7 +181,7 @@ def test_after_a_reset_nothing_of_before_is_found_nor_given(start):
 
 def test_private_blocks_are_found_by_their_engine_only(start):
     one, other = start(), start()
-    one.slots.is_private = {A}.__contains__
+    one.slots.keep_private({A}.__contains__)
     slots = one.store(A, B)
     assert one.find(A, B) == slots
     assert other.find(A) == []

@@ -64,7 +64,9 @@ class Node:
             self._stack.enter_context(patch.object(where, name, value))
 
     def open(self, rank: int, num_slots: int) -> RankPool:
-        wanted = Wanted("pool", rank, num_slots, lambda count: count, b"", 64, lambda size: None)
+        wanted = Wanted(
+            "pool", "model", rank, num_slots, lambda count: count, b"", 64, lambda size: None
+        )
         return RankPool(open_rank(wanted), str(pools.user_folder() / "pool"))
 
     def close(self) -> None:

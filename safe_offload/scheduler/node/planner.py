@@ -59,7 +59,7 @@ class NodePlanner(Planner):
         self.private = PrivateBlocks(
             self.hits, self.gpu, tells_media_ids=self.options.tells_media_ids
         )
-        self.slots.is_private = lambda block_hash: block_hash in self.private.hashes
+        self.slots.keep_private(lambda block_hash: block_hash in self.private.hashes)
         self._pools: dict[int, PoolFacts | None] = {}
         self._look_again_s = 0.0
 

@@ -47,7 +47,7 @@ class NodeSlots(SlotPool):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # All is mutable, and changed here only, but for `is_private`, which the planner sets.
+        # All is mutable, and changed here only.
         self.is_alone = False
         self.is_private: Callable[[bytes], bool] = lambda block_hash: False
         self.table: Table | None = None
@@ -68,6 +68,10 @@ class NodeSlots(SlotPool):
         self.table = table
         self._versions = np.zeros(table.num_lots, np.uint64)
         self._extend()
+
+    def keep_private(self, is_private: Callable[[bytes], bool]) -> None:
+        """Let nobody else find blocks of such hashes."""
+        self.is_private = is_private
 
     def stand_alone(self) -> None:
         """The ranks have memory of their own: be a `SlotPool`."""
