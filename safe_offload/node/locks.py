@@ -7,6 +7,7 @@ Source: Linux, fcntl(2), "Open file description locks".
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -14,8 +15,9 @@ import struct
 import threading
 import weakref
 
-_TESTS, _NAPS, _LOTS, _TOKENS = 1 << 36, 1 << 40, 1 << 44, 1 << 48
-TOKENS_END = 1 << 62
+TESTS, NAPS, LOTS, _TOKENS, _END = (1 << bits for bits in (36, 40, 44, 48, 62))
+"""Where places begin: held while a rank tests its copies in the pool; by an engine whenever it
+leases, writes or grants slots; while a lot is claimed; by each process as long as it lives."""
 
 _open: weakref.WeakSet[Locks] = weakref.WeakSet()
 
@@ -46,11 +48,11 @@ class Locks:
 
     def is_used(self) -> bool:
         """Whether another holds a token."""
-        return self.is_taken(_TOKENS, TOKENS_END - _TOKENS)
+        return self.is_taken(_TOKENS, _END - _TOKENS)
 
     def new_token(self) -> int:
         """Lock a place that no process has had: as long as it is taken, this one lives."""
-        token = _TOKENS + secrets.randbelow(TOKENS_END - _TOKENS)
+        token = _TOKENS + secrets.randbelow(_END - _TOKENS)
         self.take(token)
         return token
 
@@ -61,26 +63,10 @@ class Locks:
             os.close(fd)
 
     def _set(self, kind: int, place: int) -> bool:
-        try:
+        with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(kind, place))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-
-def nap_of(engine: int) -> int:
-    """Return the place that an engine holds whenever it leases, writes or grants slots."""
-    return _NAPS + engine
-
-
-def tests_of(rank: int) -> int:
-    """Return the place that is held while a rank tests its copies in the pool."""
-    return _TESTS + rank
-
-
-def place_of(lot: int) -> int:
-    """Return the place that is held while a lot is claimed."""
-    return _LOTS + lot
+            return True
+        return False
 
 
 def _flock(kind: int, place: int, count: int = 1) -> bytes:

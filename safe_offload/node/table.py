@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_offload.errors import SharingError
-from safe_offload.node.locks import Locks, fence, nap_of, place_of
+from safe_offload.node.locks import LOTS, NAPS, Locks, fence
 
 MAGIC: Final = b"safe_offload node 1\n"
 HEADER_BYTES: Final = 4096
@@ -104,9 +104,8 @@ class Table:
             os.posix_fallocate(fd, 0, size_bytes)
             os.pwrite(fd, _HEADER.pack(MAGIC, pool_id, num_slots, hash_bytes), 0)
             owners_at = HEADER_BYTES + _aligned(8 * ENGINES_MAX * (_TOKENS + TOKENS_MAX))
-            os.pwrite(
-                fd, b"\xff" * 8 * (reserved_slots(num_slots) // lot_slots_of(num_slots)), owners_at
-            )
+            reserved = reserved_slots(num_slots) // lot_slots_of(num_slots)
+            os.pwrite(fd, b"\xff" * 8 * reserved, owners_at)
         finally:
             os.close(fd)
 
@@ -142,15 +141,14 @@ class Table:
         taken = self.engines
         for engine in (*(e for e in range(ENGINES_MAX) if e not in taken), *taken):
             row = self._engines[engine]
-            if self._lives(engine) or not self.locks.take(nap_of(engine)):
+            if self._lives(engine) or not self.locks.take(NAPS + engine):
                 continue
-            if self._lives(engine):
-                self.locks.give(nap_of(engine))
+            if self._lives(engine):  # another was faster, and naps
+                self.locks.give(NAPS + engine)
                 continue
             self._bury(engine)
             row[_TOKENS : _TOKENS + len(tokens)] = tokens
             row[_NUM_TOKENS] = len(tokens)
-            row[_WANTS] = row[_NAPS] = 0
             row[_REGISTERED] = 1
             self.engine, self.is_awake = engine, True
             return
@@ -158,7 +156,7 @@ class Table:
 
     def wake(self) -> bool:
         """From now on lots are this engine's until it gives them; False if not to be had now."""
-        if not self.is_awake and self.locks.take(nap_of(self.engine)):
+        if not self.is_awake and self.locks.take(NAPS + self.engine):
             self._engines[self.engine][_NAPS] = 0
             self.is_awake = True
         return self.is_awake
@@ -170,7 +168,7 @@ class Table:
             self.want(is_short=False)
             self._engines[self.engine][_NAPS] = 1
             fence()
-            self.locks.give(nap_of(self.engine))
+            self.locks.give(NAPS + self.engine)
 
     def want(self, *, is_short: bool) -> None:
         """Tell others whether this engine has too few lots."""
@@ -208,12 +206,12 @@ class Table:
             if self._lives(engine):
                 self._seen_dead.pop(engine, None)
             elif now_s - self._seen_dead.setdefault(engine, now_s) >= DEAD_AFTER_S:
-                if self.locks.take(nap_of(engine)):
-                    if self._engines[engine][_REGISTERED] and not self._lives(engine):
+                del self._seen_dead[engine]
+                if self.locks.take(NAPS + engine):
+                    if not self._lives(engine):
                         self._bury(engine)
                         num_dead += 1
-                    self.locks.give(nap_of(engine))
-                del self._seen_dead[engine]
+                    self.locks.give(NAPS + engine)
         return num_dead
 
     def _bury(self, engine: int) -> None:
@@ -247,13 +245,12 @@ class Table:
 
     def claim(self, lot: int) -> bool:
         """Make a free lot this engine's; False if another was faster."""
-        if not self.locks.take(place_of(lot)):
+        if self.owners[lot] or not self.locks.take(LOTS + lot):
             return False
-        is_free = not self.owners[lot]
-        if is_free:
+        if not self.owners[lot]:
             self.owners[lot] = self.engine + 1
-        self.locks.give(place_of(lot))
-        return is_free
+        self.locks.give(LOTS + lot)
+        return bool(self.owners[lot] == self.engine + 1)
 
     def give(self, lot: int) -> None:
         """Let anyone claim a lot of this engine's, with what it holds."""
@@ -267,12 +264,12 @@ class Table:
         for engine in self.engines:
             if engine == self.engine or not self._engines[engine][_NAPS]:
                 continue
-            if self.locks.take(nap_of(engine)):
+            if self.locks.take(NAPS + engine):
                 if self._engines[engine][_NAPS]:
                     beyond = np.flatnonzero(self.owners == engine + 1)[share:]
                     self.owners[beyond] = 0
                     num_freed += len(beyond)
-                self.locks.give(nap_of(engine))
+                self.locks.give(NAPS + engine)
         return num_freed
 
     # ---- slots of this engine's lots -----------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
-from safe_offload.node.locks import tests_of
+from safe_offload.node.locks import TESTS
 from safe_offload.node.pools import POLL_S, RankFile, Wanted, open_rank, user_folder
 from safe_offload.node.table import reserved_slots
 from safe_offload.protocol import PoolFacts
@@ -46,7 +46,7 @@ class PoolMemory:
         Raises:
             ConfigError: others have been testing for too long.
         """
-        place, deadline_s = tests_of(self._rank + index), time.monotonic() + TEST_TIMEOUT_S
+        place, deadline_s = TESTS + self._rank + index, time.monotonic() + TEST_TIMEOUT_S
         while not self._file.locks.take(place):
             if time.monotonic() > deadline_s:
                 raise ConfigError(

@@ -76,6 +76,7 @@ class NodeSlots(SlotPool):
     def stand_alone(self) -> None:
         """The ranks have memory of their own: be a `SlotPool`."""
         self.is_alone = True
+        self._is_own = bytearray(b"\1") * self.num_slots
         self.open(self._num_ready)
 
     def open(self, num_usable: int) -> None:
@@ -93,9 +94,9 @@ class NodeSlots(SlotPool):
     # ---- what others do ------------------------------------------------------------------------
 
     @property
-    def is_awake(self) -> bool:
-        """Whether slots may be leased and granted now."""
-        return self.table is None or self.table.is_awake
+    def _table(self) -> Table:
+        assert self.table is not None
+        return self.table
 
     def wake(self) -> bool:
         """Make sure that nobody takes lots of this engine; False if it is not possible now."""
@@ -135,11 +136,10 @@ class NodeSlots(SlotPool):
 
     def _look_at(self, lot: int) -> int:
         """Look at what has changed in a lot of another; return how many slots that were."""
-        assert self.table is not None
-        slots = [slot for slot in self.table.range_of(lot) if slot < self.num_usable]
+        slots = [slot for slot in self._table.range_of(lot) if slot < self.num_usable]
         if not slots:
             return 0
-        words = self.table.words[slots[0] : slots[-1] + 1]
+        words = self._table.words[slots[0] : slots[-1] + 1]
         changed = (
             np.flatnonzero(words != self._seen[slots[0] : slots[-1] + 1]) + slots[0]
         ).tolist()
@@ -149,7 +149,7 @@ class NodeSlots(SlotPool):
             self.forget(gone)
         new: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
         for slot in changed:
-            record = self.table.read(slot)
+            record = self._table.read(slot)
             if record is None:
                 self._seen[slot] = 0  # looked at again when its lot changes
                 continue
@@ -180,22 +180,20 @@ class NodeSlots(SlotPool):
 
     def _give(self, lot: int) -> bool:
         """Give up a lot with what it holds; False if something in it is under way."""
-        assert self.table is not None
-        slots = self.table.range_of(lot)
+        slots = self._table.range_of(lot)
         leased = [slot for slot in slots if slot in self._leased]
         hashes, being_stored = self.directory.hashes, self.directory.being_stored
         if any(hashes[slot] is None or slot in being_stored for slot in leased):
             return False
-        self.table.mark(_array(leased))
+        self._table.mark(_array(leased))
         self._marked.update(leased)
         self._lose(lot)
-        self.table.give(lot)
+        self._table.give(lot)
         return True
 
     def _lose(self, lot: int) -> None:
         """A lot is another's from now on; what it holds can still be found."""
-        assert self.table is not None
-        slots = self.table.range_of(lot)
+        slots = self._table.range_of(lot)
         self._lots.discard(lot)
         for slot in slots:
             self._is_own[slot] = 0
@@ -211,10 +209,8 @@ class NodeSlots(SlotPool):
     def grant(self, count: int) -> list[int]:
         """See `SlotPool`; what guests still read is not granted."""
         table = self.table
-        if table is None:
-            return super().grant(count)
-        if not table.is_awake or count <= 0:
-            return []
+        if table is None or not table.is_awake or count <= 0:
+            return super().grant(count) if self.is_alone else []
         self._unpark()
         if count > len(self._empty):
             self._claim(count - len(self._empty))
@@ -232,10 +228,9 @@ class NodeSlots(SlotPool):
         return granted
 
     def _retract(self, slots: Sequence[int]) -> list[int]:
-        assert self.table is not None
         array = _array(slots)
-        held = self.table.retract(array)
-        self._seen[array] = self.table.words[array]
+        held = self._table.retract(array)
+        self._seen[array] = self._table.words[array]
         return list(held.tolist())
 
     def _unpark(self) -> None:
@@ -248,21 +243,19 @@ class NodeSlots(SlotPool):
 
     def _spare(self, count: int) -> None:
         """What others have used since it was last released is evicted as if it was new."""
-        assert self.table is not None
         next_slots = self._evictable.peek(count) if count > 0 else []
         if next_slots:
             array = _array(next_slots)
-            touched = array[self.table.touched[array] != 0]
+            touched = array[self._table.touched[array] != 0]
             if len(touched):
-                self.table.touched[touched] = 0
+                self._table.touched[touched] = 0
                 used = touched.tolist()
                 self._evictable.hold(used)
                 self._evictable.release(used, self._now_s)
 
     def _claim(self, num_wanted: int) -> None:
         """Take over free lots, and what napping engines have too many of."""
-        table = self.table
-        assert table is not None
+        table = self._table
         if len(self._evictable) >= num_wanted and len(self._lots) >= table.fair_share():
             free = [lot for lot in table.free_lots(self.num_usable) if self._has_room(lot)]
         else:
@@ -276,13 +269,11 @@ class NodeSlots(SlotPool):
                 num_wanted -= self._take_over(lot)
 
     def _has_room(self, lot: int) -> bool:
-        assert self.table is not None
-        return not (self.table.words[self.table.range_of(lot)] & np.uint64(1)).all()
+        return not (self._table.words[self._table.range_of(lot)] & np.uint64(1)).all()
 
     def _take_over(self, lot: int) -> int:
         """A lot is this engine's from now on, with what it holds; return how many slots it has."""
-        table = self.table
-        assert table is not None
+        table = self._table
         slots = table.range_of(lot)
         self._look_at(lot)
         self._lots.add(lot)
@@ -323,32 +314,20 @@ class NodeSlots(SlotPool):
 
     def lease(self, slots: Sequence[int]) -> None:
         """See `SlotPool`; what another has overwritten by now is forgotten (`num_lost`)."""
-        if self.table is None:
-            super().lease(slots)
-            return
-        self._visit(slots)
-        self._more_leases.update(self._leased.intersection(slots))
-        self._leased.update(slots)
-        self._evictable.lease(self._own(slots))
+        self._evictable.lease(self._visit(slots))
 
     def hold(self, slots: Sequence[int]) -> None:
         """See `SlotPool` and `lease`."""
-        if self.table is None:
-            super().hold(slots)
-            return
-        self._visit(slots)
-        self._more_leases.update(self._leased.intersection(slots))
-        self._leased.update(slots)
-        self._evictable.hold(self._own(slots))
+        self._evictable.hold(self._visit(slots))
 
     def _own(self, slots: Iterable[int]) -> list[int]:
         return list(filter(self._is_own.__getitem__, slots))
 
-    def _visit(self, slots: Iterable[int]) -> None:
-        assert self.table is not None
+    def _visit(self, slots: Sequence[int]) -> list[int]:
+        """Add a lease to each slot; return those of this engine's lots."""
         foreign = filterfalse(self._is_own.__getitem__, slots)
         new = list(filterfalse(self._marked.__contains__, foreign))
-        if new:
+        if new and self.table is not None:
             array = _array(new)
             lost = self.table.visit(array, self._seen[array]).tolist()
             self._marked.update(new)
@@ -356,46 +335,37 @@ class NodeSlots(SlotPool):
             if lost:
                 self.num_lost += len(lost)
                 self.forget(lost)
+        self._more_leases.update(self._leased.intersection(slots))
+        self._leased.update(slots)
+        return self._own(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """See `SlotPool`."""
-        if self.table is None:
-            super().release(slots, first)
-            return
         if not self._leased.issuperset(slots):
             raise InvariantError("I8", "slots released more often than leased")
-        own = self._own(slots)
-        if len(own) < len(slots):
-            self._release_foreign(list(filterfalse(self._is_own.__getitem__, slots)))
-        super().release(own, self._own(first))
-        if self._marked:
-            over = [s for s in slots if s in self._marked and s not in self._leased]
-            if over:
-                self.table.leave(_array(over))
-                self._marked.difference_update(over)
-
-    def _release_foreign(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            num_more = self._more_leases.get(slot, 0)
+        for slot in filterfalse(self._is_own.__getitem__, slots):
+            num_more = self._more_leases.pop(slot, 0)
             if num_more > 1:
                 self._more_leases[slot] = num_more - 1
-            elif num_more:
-                del self._more_leases[slot]
-            else:
+            elif not num_more:
                 self._leased.discard(slot)
+        super().release(self._own(slots), self._own(first))
+        self._leave([slot for slot in slots if slot in self._marked and slot not in self._leased])
+
+    def _leave(self, slots: Sequence[int]) -> None:
+        if slots and self.table is not None:
+            self.table.leave(_array(slots))
+            self._marked.difference_update(slots)
 
     def _unleased(self, slots: Sequence[int]) -> list[int]:
-        return super()._unleased(slots if self.table is None else self._own(slots))
+        return super()._unleased(self._own(slots))
 
     def _forgotten(self, slots: list[int]) -> None:
-        if self.table is None:
-            super()._forgotten(slots)
-            return
         own = self._own(slots)
         self._mark(slots, 0)
         self._evictable.forget(own)
         self._empty += [slot for slot in own if slot not in self._leased]
-        if own and self.table.is_awake:
+        if own and self.table is not None and self.table.is_awake:
             self._retract(own)
 
     def forget_all(self) -> None:
@@ -427,10 +397,7 @@ class NodeSlots(SlotPool):
         filled = [slot for slot in unleased if held[slot] is not None]
         self._evictable.release(filled, self._now_s)
         self._empty = [slot for slot in unleased if held[slot] is None]
-        over = self._marked - self._leased
-        if over:
-            self.table.leave(_array(sorted(over)))
-            self._marked -= over
+        self._leave(sorted(self._marked - self._leased))
 
     # ---- the rest ------------------------------------------------------------------------------
 
