@@ -15,7 +15,8 @@ from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.node.engines import Engine, hash_of, pools_in
 from tests.node.storm import account, storm
 
-SLOTS = 64
+SLOTS = 256
+"""In lots of four."""
 USABLE = SLOTS - reserved_slots(SLOTS)
 A, B, C, D = (hash_of(9, number) for number in range(4))
 
@@ -224,22 +225,28 @@ def test_an_engine_that_naps_writes_nothing(start):
 
 def test_a_lot_is_not_given_while_something_is_stored_in_it(start):
     one, other = start(), start()
-    lease = one.begin(*many(USABLE))
+    one.store(*many(USABLE - 1))
+    lease = one.begin(A)
+    one.leases.lease(LeaseKind.MATCH, one.find(*many(USABLE - 4)))
     other.slots.grant(1)
-    one.slots.balance()
-    assert other.slots.grant(1) == []
+    for _ in range(3):  # the last lot has slots that are evictable
+        one.slots.balance()
+        one.check()
+        assert other.slots.grant(1) == []
     one.end(lease)
 
 
 def test_what_is_leased_in_a_lot_that_is_given_stays(start):
     one, other = start(), start()
-    one.store(*many(USABLE))
-    lease = one.hit(*many(USABLE - 1))
+    slots = one.store(*many(USABLE))
+    lease = one.leases.lease(LeaseKind.MATCH, slots[-1:])  # its lot is the first to go
     other.slots.grant(1)
+    granted = []
     for _ in range(USABLE):
         one.slots.balance()
         one.check()
-    granted = other.slots.grant(SLOTS)
+        granted += other.slots.grant(USABLE // 2 - len(granted))
+    assert slots[-2] in granted
     assert set(granted).isdisjoint(lease.slots)
     lease.release()
     one.check()

@@ -94,6 +94,8 @@ class EngineCore(Stepper):
             self.workers = [
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
+        if self.node is not None:
+            self._lag(self.connector.side.hits.slots)
         self.runner = ModelRunner(shape, self.scheduler, self.chance, self.findings)
         for worker in self.workers if shape.remote else ():
             worker.remote = RemoteRank(self, worker.rank)
@@ -183,6 +185,17 @@ class EngineCore(Stepper):
         ]
         slots = SimSlots(device)
         return TierRunner(rank, guarded_tiers, slots, loop, share=share, verifier=verifier)
+
+    def _lag(self, slots: Any) -> None:
+        """Let it notice late at times what others have done; between processes it does."""
+        sync = slots.sync
+
+        def sync_at_times() -> None:
+            draw = self.chance.bits("lag of the pool", self.num_steps, slots.directory.version)
+            if draw & 3:
+                sync()
+
+        slots.sync = sync_at_times
 
     # ---- what clients do -----------------------------------------------------------------------
 
