@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests import stopping
+
 BUCKET = "kv-cache"
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.05
@@ -132,12 +134,12 @@ class BucketServer:
     def suspend(self) -> None:
         """Let it accept connections and answer nothing (SIGSTOP)."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stopping.stop(self._process.pid)
 
     def resume(self) -> None:
         """Let it go on."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        stopping.go_on(self._process.pid)
 
     def close(self) -> None:
         """End it, and remove all it held."""

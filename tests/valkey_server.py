@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
 from safe_offload.config.tiers import TierConfig
+from tests import stopping
 
 START_S = 300
 LOCALHOST = "127.0.0.1"
@@ -139,10 +138,10 @@ class Server:
 
     def stop(self) -> None:
         """Stop it as SIGSTOP does: it takes connections and answers nothing."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stopping.stop(self.pid)
 
     def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        stopping.go_on(self.pid)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from safe_offload.start import last_words
 from tests.fresh_process import ENVIRONMENT, start, start_engine
+from tests.stopping import go_on, stop
 
 LOG_TAIL_LINES = 60
 HANG_S = 600.0
@@ -221,6 +222,14 @@ class HttpServer:
         os.killpg(self.group_id, signal.SIGKILL)
         self._process.join()
         self._process = None
+
+    def pause(self) -> None:
+        """SIGSTOP to every process of the server; returns when all have stopped."""
+        stop(*self.process_ids())
+
+    def resume(self) -> None:
+        """Let a paused server go on."""
+        go_on(*self.process_ids())
 
     def terminate(self) -> None:
         """SIGTERM to the server's own process, as Kubernetes sends it; returns at once."""

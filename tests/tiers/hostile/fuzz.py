@@ -58,7 +58,7 @@ RECOVERY_ROUNDS = 20
 NUM_FILES_OF_LIBRARIES = 6
 """Of their event loops, which stay until the process ends."""
 FACTS = {"model": "hostile"}
-GRACE_S = 60.0
+GRACE_S = 250.0
 PAUSE_FACTOR = -0.5
 """As chance of a breaker: its pauses are over at once."""
 

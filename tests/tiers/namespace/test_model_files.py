@@ -34,6 +34,7 @@ from safe_offload.tiers.namespace.model_files import (
     process_started_ns,
 )
 from tests.fresh_process import start
+from tests.stopping import stop
 
 LATER_NS = 10_000_000_000
 """What is only just written is not kept: an hour does not pass in a test, so clocks are ahead."""
@@ -673,7 +674,7 @@ def test_waiting_for_another_rank_can_be_cancelled(model, kept):
 def test_a_rank_that_is_stopped_does_not_hold_up_others_for_ever(model, kept, monkeypatch):
     monkeypatch.setattr(kept_digests, "_PATIENCE_S", 0.0)
     with holding(kept, model) as holder:
-        os.kill(holder.pid, signal.SIGSTOP)
+        stop(holder.pid)
         assert digest(kept, model).read_bytes == size_of(model)
 
 
