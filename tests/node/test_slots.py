@@ -149,22 +149,19 @@ def test_an_engine_whose_worker_lives_is_not_dead(start):
 
 
 def test_a_block_that_is_stored_while_a_lot_brings_it_is_there_once(start):
+    """Both store it at the same time; then one dies, and the other takes its lots over."""
     one, other = start(), start()
-    one.store(*many(USABLE))
-    one_more = other.find(*many(1))
-    assert one_more
-    die(one)
-    third = start()
-    die(third, other)
-    # While another engine stored it: it is not in its directory, and then its lot comes.
-    other.slots.forget(one_more)
-    granted = other.slots.grant(1)
-    other.slots.release(granted)
-    lease = other.begin(*many(1))
-    while other.slots.grant(1):
-        pass
-    assert other.slots.directory.tables[0][many(1)[0]] == lease.slots[0]
-    other.slots.directory.check_invariants(set(range(SLOTS)))
+    lease = other.begin(A)
+    one.store(A, B)
+    other.slots.sync()
+    other.check()
+    other.end(lease)
+    die(one, other)
+    mine = other.leases.lease(LeaseKind.MATCH, other.find(A, B))
+    assert mine.slots[0] == lease.slots[0]
+    taken = other.leases.grant(LeaseKind.STORE, SLOTS)
+    assert len(taken.slots) == USABLE - 2
+    other.check()
 
 
 def test_after_a_reset_nothing_of_before_is_found_nor_given(start):
