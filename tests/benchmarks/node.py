@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks node
 
-The first server computes prompts of 16,000 tokens. Each asks them again, in turns, when its GPU pool
-has lost them. One is killed then and started again: seconds from its start to its first answer from
-the pool, and from an empty pool.
+The first server computes prompts of 16,000 tokens. Both are asked them again, in turns, when their
+GPU pools have lost them. One is killed then and started again: seconds from its start to its first
+answer from the pool.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ def _ask(server: HttpServer, prompt: list[int]) -> tuple[float, list[int]]:
     begin_s = time.monotonic()
     tokens = server.ask(prompt, 1)
     return time.monotonic() - begin_s, tokens
+
+
+def _remove_others(kept: set[Path]) -> None:
+    for pool in find_pools():
+        if pool.path not in kept:
+            shutil.rmtree(pool.path)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -63,7 +69,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         computed = [_ask(one, prompt) for prompt in prompts]
         one.settle()
         _ask(other, prompts[-1])  # the first load of a server takes longer
-        own, foreign = [], []
+        own: list[float] = []
+        foreign: list[float] = []
         for prompt, (_, tokens) in zip(prompts[:-1], computed, strict=False):
             for server, times in ((one, own), (other, foreign)):
                 seconds, answer = _ask(server, prompt)
