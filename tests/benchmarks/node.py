@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 from examples.tiny_models import write_tiny_model
-from safe_offload.node.pools import find_pools
+from safe_offload.node.pools import find_pools, remove_pool
 from tests.engine.engines import connector, make_prompts
 from tests.engine.http_server import HttpServer
 
@@ -37,7 +36,7 @@ def _ask(server: HttpServer, prompt: list[int]) -> tuple[float, list[int]]:
 def _remove_others(kept: set[Path]) -> None:
     for pool in find_pools():
         if pool.path not in kept:
-            shutil.rmtree(pool.path)
+            remove_pool(pool.path)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -48,9 +47,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         folder = Path(name)
         model = write_tiny_model("llama", folder / "llama")
         config = connector(num_blocks * (len(prompts) + 4), share="node", check_invariants=False)
-        stack.callback(
-            lambda: [shutil.rmtree(p.path) for p in find_pools() if p.path not in before]
-        )
+        stack.callback(_remove_others, before)
 
         def start(which: str) -> HttpServer:
             (folder / which).mkdir()
