@@ -35,8 +35,8 @@ def _ask(server: HttpServer, prompt: list[int]) -> tuple[float, list[int]]:
 
 def _remove_others(kept: set[Path]) -> None:
     for pool in find_pools():
-        if pool.path not in kept:
-            remove_pool(pool.path)
+        while pool.path not in kept and not remove_pool(pool.path):
+            time.sleep(0.1)  # a process of a server has not ended yet
 
 
 def run_command(arguments: argparse.Namespace) -> int:
