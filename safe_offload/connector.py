@@ -41,6 +41,7 @@ from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.guided import planner_class
 from safe_offload.scheduler.loads.hits import HostHits
+from safe_offload.scheduler.node.slots import NodeSlots
 from safe_offload.scheduler.planner import Planner, PlannerOptions
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
@@ -103,6 +104,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
         self._hit_sources: list[Any] = []
+        if self._config.sharing is not None:
+            engine_config.require_shared_hashes(vllm_config, '"share": "node"')
+            engine_config.refuse_sharing(vllm_config)
         if self._config.tiers:
             schemes = "", *(tier.location.scheme for tier in self._config.tiers)
             self._hit_sources = [base.HIT_SOURCES.get(s, base.OTHER_HIT_SOURCE) for s in schemes]
@@ -139,11 +143,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
         make_policy = POLICIES[config.eviction_policy]
         file = TenantsFile(config.tenants) if config.tenants is not None else None
-        slots = (
-            SlotPool(num_slots, directory, make_policy(num_slots, directory.hashes), self._counters)
-            if file is None
-            else TenantSlots(num_slots, directory, make_policy, self._counters)
-        )
+        is_shared = config.sharing is not None
+        if file is None:
+            pool_class = NodeSlots if is_shared else SlotPool
+            policy = make_policy(num_slots, directory.hashes)
+            slots = pool_class(num_slots, directory, policy, self._counters)
+        else:
+            slots = TenantSlots(num_slots, directory, make_policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
         self._stats = reporter = StatsReporter(self._counters, info)
@@ -167,13 +173,19 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=config.tiers,
             pin_share=config.pin_share,
             reads_hints=config.kv_hints,
-            tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
+            tells_media_ids=(bool(config.tiers) or is_shared)
+            and media_ids.tells_media_ids(vllm_config),
         )
         is_guided = bool(config.pin_share) or config.kv_hints
         needs_search = bool(config.tiers) or is_guided
         tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if needs_search else None
         estimates = config.estimate_hit_rates
-        make = planner_class(has_tenants=file is not None, estimates=estimates, is_guided=is_guided)
+        make = planner_class(
+            has_tenants=file is not None,
+            estimates=estimates,
+            is_guided=is_guided,
+            is_shared=is_shared,
+        )
         if file is not None:
             make = functools.partial(make, file=file)
         return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
@@ -193,6 +205,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             rank=parallel.rank,
             num_ranks_on_host=1 if are_counted else engine_config.num_ranks_on_host(parallel),
             is_child=parallel.distributed_executor_backend == "mp",
+            hash_bytes=specs.hash_bytes(self._kv_cache_config, self._vllm_config),
             namespace_facts_of=functools.partial(
                 namespace_facts_of, self._vllm_config, self._kv_cache_config
             ),

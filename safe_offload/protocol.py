@@ -259,6 +259,19 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """Where the host memory of a rank is that other engines use too.
+
+    Attributes:
+        place: the folder, and the id of the table in it; the same for all ranks.
+        token: a lock that this rank holds for as long as it may copy.
+    """
+
+    place: tuple[str, bytes]
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostFacts:
     """How a rank keeps and copies, reported at the start and whenever it has changed.
 
@@ -266,6 +279,7 @@ class HostFacts:
         copy_paths: ways to copy that are in use, the first one preferred.
         num_sharing: ranks in a row that have one host memory, this one among them.
         doubts: why what its tiers hold may not mean what it computes; see `Tiers.stand_alone`.
+        pool: None if no other engine uses this memory.
     """
 
     rank: int
@@ -273,6 +287,7 @@ class HostFacts:
     copy_paths: tuple[str, ...]
     num_sharing: int = 1
     doubts: tuple[str, ...] = ()
+    pool: PoolFacts | None = None
 
 
 @dataclass(frozen=True)

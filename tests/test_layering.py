@@ -29,10 +29,20 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "protocol",
         "scheduler/cache",
         "scheduler/loads",
+        "scheduler/node",
         "scheduler/stores",
         "scheduler/tiers",
         "sides",
     ),
+    "scheduler/node": (
+        "node",
+        "protocol",
+        "scheduler",
+        "scheduler/cache",
+        "scheduler/stores",
+        "scheduler/tiers",
+    ),
+    "node": (),
     "scheduler/cache": ("compat", "config", "observe"),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
     "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
@@ -49,6 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compat",
         "config",
         "layout",
+        "node",
         "observe",
         "protocol",
         "sides",
@@ -467,6 +478,8 @@ MAY_LEAVE = {
     "tiers/valkey/login.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},
+    # A pool is there to outlive its engines; `safe-offload cache` lists and removes it.
+    "node/pools.py": {"mkdir", "write_text"},
     # What the next start need not read again, in a directory of ours; bounded.
     "tiers/namespace/kept_digests.py": {"makedirs"},
 }

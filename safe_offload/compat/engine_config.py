@@ -70,15 +70,29 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
     return True
 
 
-def require_shared_hashes(vllm_config: VllmConfig) -> None:
-    """Raise a ConfigError if no other process would find blocks in a tier."""
+def require_shared_hashes(vllm_config: VllmConfig, where: str = '"tiers"') -> None:
+    """Raise a ConfigError if no other process would find blocks in a tier, or a shared pool."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     problem = hash_problem(algorithm, has_seed=has_hash_seed(algorithm))
     if problem is not None:
         what, fix = problem
         raise ConfigError(
-            f'prefix_caching_hash_algo is "{algorithm}", which {what}: what is in "tiers" would '
+            f'prefix_caching_hash_algo is "{algorithm}", which {what}: what is in {where} would '
             f"not be found by another engine, or after a restart. Fix: {fix}."
+        )
+
+
+def refuse_sharing(vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError if the host cache of this engine cannot be that of others, too."""
+    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
+    problems = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "ranks on several machines": getattr(parallel, "nnodes", 1) > 1,
+        "KV events": events is not None and events.enable_kv_cache_events,
+    }
+    for problem in (name for name, is_there in problems.items() if is_there):
+        raise ConfigError(
+            f'"share": "node" does not go with {problem} yet. Fix: leave one of the two out.'
         )
 
 

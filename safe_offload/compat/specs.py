@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+HASH_BYTES_MAX = 32
+"""Of vLLM's hashes: SHA-256."""
+
+
 def plan_kv_cache(vllm_config: VllmConfig, layers: dict[str, Any], num_bytes: int) -> KVCacheConfig:
     """Return how vLLM lays out a KV cache of `num_bytes` for layers of these specs, on one rank.
 
@@ -52,6 +56,12 @@ def resolve_block_sizes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
         kv_cache_config, vllm_config
     )
     return int(scheduler_block_size), int(hash_block_size)
+
+
+def hash_bytes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
+    """Return the most bytes that a block is known by: larger ones by all hashes within them."""
+    scheduler_block_size, hash_block_size = resolve_block_sizes(kv_cache_config, vllm_config)
+    return HASH_BYTES_MAX * -(-scheduler_block_size // hash_block_size)
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:

@@ -97,6 +97,12 @@ class OffloadConfig:
         0,
         "The part of host memory that requests may pin.",
     )
+    sharing: str | None = setting(
+        choice(["node"]),
+        None,
+        "`node`: one host cache for all engines of this machine, user and model. It outlives them.",
+        key="share",
+    )
     kv_hints: bool = setting(switch(), False, "Do what hints of requests ask for.")
     estimate_hit_rates: bool = setting(
         switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
@@ -259,11 +265,22 @@ class OffloadConfig:
             values["tiers"] = tuple(
                 TierConfig(Location("file", directory().read("root_dir", path))) for path in paths
             )
+        if values.get("sharing") is not None:
+            _refuse_beside_sharing(values)
         return cls(**values, world_size=world_size)
 
 
 SETTINGS: Final = settings_of(OffloadConfig)
 VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
+
+
+def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
+    """Refuse what does not know yet that slots may be those of other engines."""
+    for field in ("tiers", "tenants", "pin_share", "kv_hints"):
+        if values.get(field):
+            key = SETTINGS[field].key
+            allowed, fix = "one of the two", f'remove "share", or "{key}"'
+            refuse("share", "node", f'"{key}" is written too', allowed, fix)
 
 
 def _disk_tier(

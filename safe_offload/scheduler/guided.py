@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.pins import Pins
 from safe_offload.scheduler.limits import PIN_KEY, TELL_KEY
+from safe_offload.scheduler.node.planner import NodePlanner
 from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
 from safe_offload.scheduler.tenants import TenantPlanner
 
@@ -195,8 +196,15 @@ class GuidedPlanner(Planner):
         self.pins.check_invariants()
 
 
-def planner_class(*, has_tenants: bool, estimates: bool, is_guided: bool) -> Callable[..., Planner]:
+def planner_class(
+    *, has_tenants: bool, estimates: bool, is_guided: bool, is_shared: bool = False
+) -> Callable[..., Planner]:
     """Return the planner that a configuration calls for."""
-    wanted = {TenantPlanner: has_tenants, EstimatingPlanner: estimates, GuidedPlanner: is_guided}
+    wanted = {
+        NodePlanner: is_shared,
+        TenantPlanner: has_tenants,
+        EstimatingPlanner: estimates,
+        GuidedPlanner: is_guided,
+    }
     parts = tuple(kind for kind, is_wanted in wanted.items() if is_wanted)
     return type("Planner", parts, {}) if len(parts) > 1 else (*parts, Planner)[0]

@@ -53,7 +53,7 @@ def prepare_start(config: Any) -> None:
     `config` is vLLM's VllmConfig.
     """
     ours = ours_of(config.kv_transfer_config)
-    if any(_has_tiers(written) for written in ours):
+    if any(_is_shared(written) for written in ours):
         _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
     if not ours or last_words.is_another_listening():
@@ -80,8 +80,9 @@ def tell_of_lost_metrics(arguments: Any) -> None:
         )
 
 
-def _has_tiers(written: Mapping[str, Any]) -> bool:
-    return bool(_settings(written).tiers)
+def _is_shared(written: Mapping[str, Any]) -> bool:
+    config = _settings(written)
+    return bool(config.tiers) or config.sharing is not None
 
 
 def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
@@ -90,7 +91,7 @@ def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
 
 
 def _settle_hashes(config: Any) -> None:
-    """Replace vLLM's default algorithm, which need not be written, by one that tiers can use.
+    """Replace vLLM's default algorithm, which need not be written, by one of all processes.
 
     Nothing has been hashed yet: the engine's own processes get this configuration.
     """
@@ -100,8 +101,8 @@ def _settle_hashes(config: Any) -> None:
     if cache_config.prefix_caching_hash_algo == DEFAULT_HASH:
         cache_config.prefix_caching_hash_algo = SHARED_HASH
         logger.info(
-            "prefix_caching_hash_algo is %s, not vLLM's default %s: with tiers, hashes must be the "
-            "same in every process.",
+            "prefix_caching_hash_algo is %s, not vLLM's default %s: what several engines use "
+            "needs hashes that are the same in every process.",
             SHARED_HASH,
             DEFAULT_HASH,
         )
@@ -124,6 +125,8 @@ def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
     config = _settings(written, parallel.world_size)
     if config.num_slots is not None or not engine_config.are_workers_here(parallel):
         return  # only a worker knows how many bytes that is, or which machine has them
+    if config.sharing is not None:
+        return  # the pool may be there
     check_host_bytes(
         config,
         bytes_per_rank=config.cpu_bytes_per_rank,

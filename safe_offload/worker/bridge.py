@@ -181,6 +181,8 @@ class WorkerBridge(WorkerSide):
                 "process. If this repeats, look for a hanging device.",
                 " or a tier" if opened.tiers else "",
             )
+        elif opened.pool is not None:
+            opened.pool.close()
         self._drain(opened)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -290,7 +292,9 @@ class WorkerBridge(WorkerSide):
             return ()
         self._reported_facts = facts
         copy_paths, num_sharing = tuple(path.value for path in paths), self.opened.share.count
-        return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts),)
+        pool = self.opened.pool
+        where = None if pool is None else pool.facts
+        return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts, where),)
 
     def _ask_tiers(self, plan: StepPlan) -> None:
         tiers = None if self.opened is None else self.opened.tiers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +16,12 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
+from safe_offload.node.pools import Wanted
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.namespace.namespace import NamespaceFacts
+from safe_offload.tiers.namespace.this_machine import name_here
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.threads import DirectionThreads
@@ -36,6 +39,7 @@ from safe_offload.worker.memory.shared_memory import (
     secret_of,
     share_memory,
 )
+from safe_offload.worker.pool import PoolMemory, open_pool
 from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.tier_runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
@@ -52,6 +56,11 @@ NOT_SHARED = (
     "a copy of its own, so that the host memory holds that many times fewer tokens."
 )
 
+ALONE_HERE = (
+    "The host cache of rank %d is not shared with other engines of this machine: %s. Files of the "
+    "model must not change while an engine starts, and the settings must say all that it computes."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -59,6 +68,7 @@ class Opened:
 
     Attributes:
         share: which part of each store is this rank's.
+        pool: where other engines keep their slots, too.
         storage: of the KV cache; it must stay for as long as something may be copied.
         tiers: below the host memory.
     """
@@ -68,6 +78,7 @@ class Opened:
     share: Share
     storage: Any
     tiers: TierRunner | None = None
+    pool: PoolMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,7 @@ class Opening:
         namespace_facts_of: from the geometry of blocks and the first of the ranks that hold the
             same; called only if there are tiers.
         open_tier: makes a tier, and what names its objects.
+        hash_bytes: the most that a block's hash has.
     """
 
     config: OffloadConfig
@@ -92,6 +104,7 @@ class Opening:
     make_loop: Callable[[], Loop] = LoopThread
     namespace_facts_of: Callable[[Geometry, int], NamespaceFacts]
     open_tier: OpenTier = open_tier
+    hash_bytes: int = 32
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
         """Take the host memory, start the transfers, and return them if a way to copy is right.
@@ -106,16 +119,20 @@ class Opening:
         geometry = make_geometry(
             specs.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
         )
-        share, layout, host = self._take_host_memory(geometry, device)
+        share, layout, host, pool = self._take_host_memory(geometry, device)
         is_bound = device.type == "cpu" and self.is_child
         with on_other_cores() if is_bound else contextlib.nullcontext():
             backend, rows = self.open_backend(storage, device, layout, host, self.config)
-            transfers, tiers = self._start(backend, host, layout, share)
+            has_table = share.count > 1 or pool is not None
+            transfers, tiers = self._start(backend, host, layout, share, has_table=has_table)
         if self.config.self_test:
             # Other ranks of the share test in this memory too, each in slots of its own.
             slots = share.part(layout.slots_per_slab) if share.count > 1 else None
             test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
-            with backend.undisturbed():
+            with backend.undisturbed(), contextlib.ExitStack() as stack:
+                if pool is not None:
+                    free = stack.enter_context(pool.tests(share.index))
+                    slots = share.part(len(free))
                 is_right = test.run(slots=slots)
             if not is_right:
                 transfers.close()
@@ -132,15 +149,21 @@ class Opening:
             backend.num_usable_slots,
             ", ".join(path.value for path in backend.paths),
         )
-        return Opened(transfers, backend, share, storage, tiers)
+        return Opened(transfers, backend, share, storage, tiers, pool)
 
     def _start(
-        self, backend: ProvableBackend, host: HostMemory, layout: HostLayout, share: Share
+        self,
+        backend: ProvableBackend,
+        host: HostMemory,
+        layout: HostLayout,
+        share: Share,
+        *,
+        has_table: bool,
     ) -> tuple[Transfers, TierRunner | None]:
         loop, verifier, tiers = self.make_loop(), None, None
         if self.config.verify_every:
             threads = DirectionThreads("safe-offload-verify")
-            kept = checksum_table(host, layout) if share.count > 1 else None
+            kept = checksum_table(host, layout) if has_table else None
             verifier = Verifier(backend, threads, self.config.verify_every, kept)
         if self.config.tiers:
             copy_rank = self.rank - self.rank % self.config.ranks_per_copy
@@ -192,22 +215,58 @@ class Opening:
 
     def _take_host_memory(
         self, geometry: Geometry, device: torch.device
-    ) -> tuple[Share, HostLayout, HostMemory]:
-        """Share a memory with the ranks that hold the same, or take one for this rank alone."""
+    ) -> tuple[Share, HostLayout, HostMemory, PoolMemory | None]:
+        """Share a memory with other engines, or ranks that hold the same, or take one alone."""
         config, share = self.config, Share.of_rank(self.rank, self.config.ranks_per_copy)
+        if config.sharing is not None and (pool := self._open_pool(geometry, device, share)):
+            layout = _lay_out(geometry, device, config, pool.num_slots)
+            return share, layout, pool.host, pool
         if share.count > 1:
             layout = _lay_out(geometry, device, config)
             check = functools.partial(self._check_host_bytes, share, layout)
             try:
                 secret = secret_of(self.rank - share.index)
-                return share, layout, share_memory(share, layout, secret, check)
+                return share, layout, share_memory(share, layout, secret, check), None
             except SharingError as error:
                 # Of the other ranks once is enough; each of them has a reason of its own.
                 logger.log(logging.INFO if share.index else logging.WARNING, NOT_SHARED, error)
                 config, share = dataclasses.replace(config, ranks_per_copy=1), ALONE
         layout = _lay_out(geometry, device, config)
         self._check_host_bytes(share, layout)
-        return share, layout, HostMemory.allocate(layout.size_bytes)
+        return share, layout, HostMemory.allocate(layout.size_bytes), None
+
+    def _open_pool(
+        self, geometry: Geometry, device: torch.device, share: Share
+    ) -> PoolMemory | None:
+        first = self.rank - share.index
+        more = {"device": device.type, "ranks_per_copy": f"{share.count}"}
+        facts = self.namespace_facts_of(geometry, first)
+        name, doubts = name_here(facts, more)
+        if doubts:
+            logger.warning(ALONE_HERE, self.rank, " and ".join(doubts))
+            return None
+
+        def check(size_bytes: int) -> None:
+            check_host_bytes(
+                self.config,
+                bytes_per_rank=size_bytes,
+                num_ranks_on_host=1,  # whoever makes something is alone with it
+                available_bytes=available_host_bytes(),
+            )
+
+        rows = [segment.length_bytes for segment in geometry.segments]
+        return open_pool(
+            Wanted(
+                name=name,
+                about=facts.facts.get("model", ""),
+                rank=first,
+                num_slots=self.config.num_slots_of(geometry.slot_bytes),
+                size_of=lambda n: _lay_out(geometry, device, self.config, n).size_bytes,
+                terms=hashlib.sha256(repr(rows).encode()).digest(),
+                hash_bytes=self.hash_bytes,
+                check=check,
+            )
+        )
 
     def _check_host_bytes(self, share: Share, layout: HostLayout) -> None:
         check_host_bytes(
@@ -235,8 +294,10 @@ def storage_of(
     return storage, tensors[0].device
 
 
-def _lay_out(geometry: Geometry, device: torch.device, config: OffloadConfig) -> HostLayout:
-    num_slots = config.num_slots_of(geometry.slot_bytes)
+def _lay_out(
+    geometry: Geometry, device: torch.device, config: OffloadConfig, num_slots: int | None = None
+) -> HostLayout:
+    num_slots = num_slots or config.num_slots_of(geometry.slot_bytes)
     if device.type == "cpu":
         return HostLayout.in_one_slab(geometry, num_slots)
     return HostLayout.in_slabs(geometry, num_slots, SLAB_BYTES)

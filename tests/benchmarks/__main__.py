@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("breakdown", "where the time of a hit goes, from its arrival to its first token"),
         ("beside", "what loads and stores, by kernel and by copy engines, cost the forward"),
         ("link", "what one large copy reaches, by kind of page-locked memory, for some seconds"),
+        ("node", "two servers with one host cache: a hit of the neighbour's over one of its own"),
         ("one_memory", "two processes that page-lock and copy one host memory"),
         ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
         ("large_host", "millions of slots: start, bytes of Python a slot, a step's time"),

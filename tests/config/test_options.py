@@ -349,3 +349,24 @@ def test_ranks_with_one_copy_have_the_slots_of_their_memory_together():
 def test_the_tables_on_the_page_are_those_of_the_settings():
     found = config_table.TABLE.findall(config_table.PAGE.read_text())
     assert found == config_table.tables(), "write them again: python -m tests.config_table"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tiers", [{"url": "file:///mnt/kv"}]),
+        ("tenants", "/etc/tenants.json"),
+        ("pin_share", 0.5),
+        ("kv_hints", True),
+    ],
+)
+def test_what_does_not_know_of_shared_slots_is_refused_beside_them(key, value):
+    with pytest.raises(ConfigError, match=f'remove "share", or "{key}"'):
+        OffloadConfig.from_extra_config({"share": "node", key: value}, world_size=1)
+
+
+def test_a_host_cache_is_shared_where_that_is_written():
+    assert OffloadConfig.from_extra_config({}, world_size=1).sharing is None
+    assert OffloadConfig.from_extra_config({"share": "node"}, world_size=1).sharing == "node"
+    with pytest.raises(ConfigError, match='"node"'):
+        OffloadConfig.from_extra_config({"share": "rack"}, world_size=1)

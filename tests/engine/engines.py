@@ -104,7 +104,8 @@ class Report:
 
     def count(self, name: str) -> float:
         """A counter or gauge of the connector, as vLLM publishes it; 0 if nothing was counted."""
-        return self.data["metrics"].get(f"vllm:safe_offload_{name}", 0)
+        count: float = self.data["metrics"].get(f"vllm:safe_offload_{name}", 0)
+        return count
 
     def check_no_trouble(self) -> None:
         """No error was contained, no transfer failed, no report or finished id was dropped."""

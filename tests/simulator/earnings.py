@@ -88,6 +88,8 @@ class Earnings:
         self._num_others: dict[int, int] = {}
         """How many of them a load reads, by transfer id."""
         ledger.on_plan.append(self._see_plan)
+        if core.node is not None:
+            core.node.watch(core, self._others.update)
         for tier in (tier for rank in core.tiers for tier in rank.tiers):
             tap(tier, "on_fetched", self._see_fetched)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)

@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import numpy.typing as npt
 
 from safe_offload.compat.engine_config import ranks_per_copy
 from safe_offload.config.options import OffloadConfig
@@ -30,6 +29,7 @@ from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
 from tests.simulator.findings import Findings
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.model_runner import Batch, ModelRunner
+from tests.simulator.node import Host, Node
 from tests.simulator.remote import BROUGHT, SENT_ON, RemoteRank, wrap
 from tests.simulator.stepper import Stepper
 from tests.simulator.tiers import ObjectStore, RankTiers, SimSlots, namespace_of
@@ -63,6 +63,7 @@ class EngineCore(Stepper):
         stores: Sequence[ObjectStore] = (),
         clock: Clock | None = None,  # of all engines that are driven together; its own if not given
         engine: int = 0,  # its number among them
+        node: Node | None = None,  # whose host memory they share
     ) -> None:
         vllm_config, kv_cache_config = make_config(shape), make_kv_cache_config(shape)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -72,6 +73,9 @@ class EngineCore(Stepper):
         )
         self.clock = clock if clock is not None else Clock()
         self.engine = engine
+        self.node = node if self.config.sharing is not None else None
+        self.num_fences_left = 0
+        """After as many the engine dies; 0 for never."""
         with (
             patch("safe_offload.connector.monotonic", lambda: self.clock.now_s),
             patch("safe_offload.config.tenants.TenantsFile.start"),  # it is looked at by hand
@@ -82,7 +86,7 @@ class EngineCore(Stepper):
         self.mutate_outputs: list[MutateOutputs] = []
         self.before_update: list[Callable[[Batch], None]] = []
         self.num_steps = 0
-        self._hosts: dict[int, tuple[list[list[int | None]], npt.NDArray[np.uint64]]] = {}
+        self._hosts: dict[int, Host] = self.node.hosts if self.node is not None else {}
         """Host memory and its checksums, by the first of the ranks that have it."""
         self.stores = stores
         self.tiers: list[RankTiers] = []
@@ -90,6 +94,8 @@ class EngineCore(Stepper):
             self.workers = [
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
+        if self.node is not None:
+            self._lag(self.connector.side.hits.slots)
         self.runner = ModelRunner(shape, self.scheduler, self.chance, self.findings)
         for worker in self.workers if shape.remote else ():
             worker.remote = RemoteRank(self, worker.rank)
@@ -122,6 +128,7 @@ class EngineCore(Stepper):
             defers_finalize=shape.num_draft_tokens > 0,
             is_last_stage=rank >= shape.num_ranks - shape.tensor_ranks,
             pause=self._pause,
+            pool=opened.pool,
         )
 
     def _open(self, rank: int, copy_ticks_max: int) -> tuple[Device, SteppedLoop, Opened]:
@@ -153,7 +160,10 @@ class EngineCore(Stepper):
             verifier=verifier,
             tiers=tiers,
         )
-        return device, loop, Opened(transfers, backend, share, None, tiers)
+        pool: Any = None
+        if self.node is not None:
+            pool = self.node.open(shape.holder_of(rank), shape.num_slots)
+        return device, loop, Opened(transfers, backend, share, None, tiers, pool)
 
     def _open_tiers(
         self, rank: int, device: Device, loop: SteppedLoop, share: Share, verifier: Verifier | None
@@ -175,6 +185,17 @@ class EngineCore(Stepper):
         ]
         slots = SimSlots(device)
         return TierRunner(rank, guarded_tiers, slots, loop, share=share, verifier=verifier)
+
+    def _lag(self, slots: Any) -> None:
+        """Let it notice late at times what others have done; between processes it does."""
+        sync = slots.sync
+
+        def sync_at_times() -> None:
+            draw = self.chance.bits("lag of the pool", self.num_steps, slots.directory.version)
+            if draw & 3:
+                sync()
+
+        slots.sync = sync_at_times
 
     # ---- what clients do -----------------------------------------------------------------------
 
@@ -347,6 +368,18 @@ class EngineCore(Stepper):
             wrap(connector_output, self.scheduler.connector.sub_connectors)
         return output
 
+    def die(self, num_ticks: int) -> None:
+        """Be killed; the ranks notice it late, and go on with what they copy for so long."""
+        table = self.connector.side.hits.slots.table
+        if table is not None:
+            table.close()
+        for _ in range(num_ticks):
+            for worker in self.workers:
+                worker.loop.turn()
+                worker.device.tick()
+        for worker in self.workers:
+            worker.pool.close()
+
     def close(self) -> None:
         for worker in self.workers:
             worker.device.hold_copies = False
@@ -354,6 +387,8 @@ class EngineCore(Stepper):
             tiers.recover()
         for worker in self.workers:
             worker.transfers.close(PATIENCE_S)
+        if self.node is not None:
+            self.die(0)
 
 
 class SortedIds(set[str]):

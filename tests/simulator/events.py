@@ -54,6 +54,8 @@ class FaultKind(enum.Enum):
     """From now on every call of a rank's backend raises."""
     SQUEEZE = "squeeze"
     """Another owner takes host slots, and gives them back later."""
+    DIE = "die"
+    """The process of the engine is killed, and it is started again."""
     TENANTS = "tenants"
     """The file of tenants changes."""
 

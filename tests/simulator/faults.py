@@ -45,6 +45,10 @@ class Faults:
         """Whether something that was taken is still to be given back."""
         return bool(self._give_back_at)
 
+    def rest(self) -> list[Fault]:
+        """What has not gone wrong yet, of what goes by steps."""
+        return list(self._by_step)
+
     def stop(self) -> None:
         """Nothing goes wrong any more; what has died stays dead."""
         self._by_step.clear()
@@ -73,6 +77,10 @@ class Faults:
                 self._flip(fault)
             elif fault.kind is FaultKind.TENANTS:
                 self._core.connector.side.file.look(TEXTS[fault.amount % len(TEXTS)])
+            elif fault.kind is FaultKind.DIE:
+                span = self._core.chance.choose((4, 40, 400), "span", fault.name)
+                left = 1 + self._core.chance.below(span, "fences", fault.name)
+                self._core.num_fences_left = left
             elif fault.kind is FaultKind.SQUEEZE:
                 self._slots.squeeze(fault.amount)
                 last = self._give_back_at[-1] if self._give_back_at else 0

@@ -54,6 +54,8 @@ FLOORS = {
     "tiers-faults": Floor(stored=0.85, loaded=0.74, hit=0.38, fetched=0.02),
     "tiers-shared": Floor(stored=0.66, loaded=0.75, hit=1.11, fetched=0.12, shared=0.13),
     "tiers-far": Floor(stored=0.64, loaded=0.73, hit=1.29, fetched=0.12, shared=0.06),
+    "node": Floor(stored=0.5, loaded=0.74, hit=0.9, shared=0.1),
+    "node-hybrid": Floor(stored=0.9, loaded=0.7, hit=0.6, shared=0.1),
     "pins-tenants": Floor(stored=0.5, loaded=0.6, hit=0.2),
     "pins": Floor(stored=0.5, loaded=0.75, hit=0.3),
     "pins-lazy": Floor(stored=0.5, loaded=0.5, hit=0.2),

@@ -455,6 +455,30 @@ PROFILES: dict[str, Profile] = {
         tiers=(TierOptions(),),
         num_lives=2,
     ),
+    "node": Profile(
+        "three engines share one host pool, and are killed at any step",
+        EngineShape(num_slots=80, num_blocks=26, extra={"share": "node"}),
+        Workload(num_requests=60, num_stems=8, num_steps=60, output_tokens=8, num_resets=0),
+        faults={FaultKind.DIE: 6},
+        num_engines=3,
+    ),
+    "node-hybrid": Profile(
+        "the same with a window, two ranks on a GPU, resets, copies that fail, and verify",
+        replace(
+            _HYBRID,
+            has_events=False,
+            num_slots=120,
+            num_blocks=40,
+            tensor_ranks=2,
+            is_async=True,
+            has_streams=True,
+            extra={"share": "node", "verify": "load", "eviction_policy": "slru"},
+        ),
+        Workload(num_requests=50, num_stems=6, num_steps=60, output_tokens=8, num_resets=1),
+        copy_ticks_max=24,
+        faults={FaultKind.DIE: 6, **COPY_FAULTS},
+        num_engines=3,
+    ),
     "pins-tenants": Profile(
         "pins of four salts, with guarantees that change",
         EngineShape(

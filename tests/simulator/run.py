@@ -20,6 +20,7 @@ from tests.simulator.events import Abort, Event, Fault, Reset, Send
 from tests.simulator.faults import Faults
 from tests.simulator.findings import Finding
 from tests.simulator.moments import Moments
+from tests.simulator.node import Killed, Node
 from tests.simulator.profiles import Profile
 from tests.simulator.settling import Settling
 from tests.simulator.swarm import profile_of
@@ -45,6 +46,7 @@ class Place:
     clock: Clock = field(default_factory=Clock)  # of all of them
     lines: list[str] = field(default_factory=list)  # of the trace of all of them
     label: str = ""  # that lines of this one begin with
+    node: Node | None = None  # whose host memory they share
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class Run:
             stores=stores,
             clock=place.clock,
             engine=place.number,
+            node=place.node,
         )
         self.checkers = Checkers(self.core)
         self.earnings = Earnings(self.core, self.checkers.ledger)
@@ -113,6 +116,14 @@ class Run:
         self._settling: Settling | None = None
         self._wanted: dict[str, Send] = {}
         self._now = 0
+
+    def rest(self) -> list[Event]:
+        """What has not happened yet, for the next life of an engine that was killed."""
+        now = self._now
+        rest: list[Event] = [replace(each, step=max(0, each.step - now)) for each in self._sends]
+        rest += [replace(each, step=max(0, each.step - now)) for each in self._resets]
+        faults = self._faults.rest()
+        return rest + [replace(each, number=max(0, each.number - now)) for each in faults]
 
     def go(self) -> None:
         """Run to the end."""
@@ -259,37 +270,63 @@ class Fleet:
         self.lines: list[str] = []
         name: int | str = f"{seed}/life {life}" if life else seed
         self._chance = Chance(f"turns/{name}")
+        self._node: Node | None = None
         if profile.num_engines == 1:
             alone = Place(lines=self.lines)
             self.runs = [Run(profile, name, events, stores[0], alone)]
             return
         clock = Clock()
+        if profile.shape.extra.get("share"):
+            self._node = Node()
+
+        def make(number: int, again: str, events: Sequence[Event]) -> Run:
+            place = Place(number, clock, self.lines, f"{number}| ", self._node)
+            return Run(profile, f"{name}/engine {number}{again}", events, stores[number], place)
+
+        self._make = make
         self.runs = [
-            Run(
-                profile,
-                f"{name}/engine {number}",
-                events_of(events, seed, number, profile.num_engines),
-                stores[number],
-                Place(number, clock, self.lines, f"{number}| "),
-            )
+            make(number, "", events_of(events, seed, number, profile.num_engines))
             for number in range(profile.num_engines)
         ]
 
     def go(self) -> None:
         """Run to the end."""
         going = {number: current.turns() for number, current in enumerate(self.runs)}
+        alive = dict(enumerate(self.runs))
         for turn in itertools.count():
             if not going:
                 return
             number = self._chance.choose(list(going), "engine", turn)
-            for _ in range(self._chance.choose(TURNS, "turns", turn)):
-                if next(going[number], self) is self:  # it has ended
-                    del going[number]
-                    break
+            if self._node is not None:
+                self._node.mortal = alive[number].core
+            try:
+                for _ in range(self._chance.choose(TURNS, "turns", turn)):
+                    if next(going[number], self) is self:  # it has ended
+                        del going[number]
+                        break
+            except Killed:
+                alive[number] = self._start_again(alive[number], turn)
+                going[number] = alive[number].turns()
+
+    def _start_again(self, dead: Run, turn: int) -> Run:
+        """An engine was killed: start it on what has not happened yet."""
+        assert self._node is not None
+        self._node.mortal = None
+        number = dead.core.engine
+        dead.trace.note("killed", "killed")
+        dead.core.die(self._chance.below(40, "ticks after death", turn))
+        self._node.ledgers.remove(dead.checkers.ledger)
+        again = self._make(number, f"/again {turn}", dead.rest())
+        self.runs.append(again)
+        return again
 
     def close(self) -> None:
+        if self._node is not None:
+            self._node.mortal = None
         for current in self.runs:
             current.core.close()
+        if self._node is not None:
+            self._node.close()
 
 
 def make_stores(profile: Profile) -> list[list[ObjectStore]]:

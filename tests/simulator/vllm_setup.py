@@ -168,7 +168,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
         "min_load_tokens": 0,
         **shape.extra,
     }
-    if "tiers" in shape.extra:
+    if "tiers" in shape.extra or "share" in shape.extra:
         config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
     config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy
     if shape.has_events:

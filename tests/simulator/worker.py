@@ -143,6 +143,7 @@ class Worker:
     defers_finalize: bool  # stores are started behind the report, as with speculative decoding
     is_last_stage: bool  # of the pipeline; on the others V1 never gets to a deferred finalize
     pause: Callable[[int], None]  # lets some time pass; called between any two hooks
+    pool: Any = None  # of several engines; see `node.RankPool`
     remote: RemoteRank | None = None  # another connector's, beside ours
     num_steps: int = field(default=0)
 

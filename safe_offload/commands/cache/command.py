@@ -4,6 +4,7 @@ safe-offload cache ls /mnt/nvme/kv
 safe-offload cache verify rediss://kv.internal:6379 --password-file /run/secrets/valkey
 safe-offload cache prune s3://bucket/kv --to 200GiB --older-than 7d
 safe-offload cache rm /mnt/nvme/kv --all --dry-run
+safe-offload cache ls node
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from safe_offload.commands.cache import places
+from safe_offload.commands.cache import places, pools
 from safe_offload.commands.cache.store import CacheError, Item, TierStore, batches
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
@@ -41,7 +42,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("rm", _rm, "delete a namespace, or all"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.".capitalize())
-        command.add_argument("place", metavar="URL_OR_DIR", help="of the tier")
+        command.add_argument(
+            "place", metavar="URL_OR_DIR", help='of the tier; "node": shared pools'
+        )
         if name == "verify":
             command.add_argument("--delete", action="store_true", help="delete what is bad")
         elif name == "prune":
@@ -67,6 +70,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run_command(arguments: Namespace) -> int:
     """Do what the arguments say, and return the exit status."""
+    if arguments.place == pools.PLACE:
+        found, rows, result = pools.run_on_pools(arguments)
+        text = json.dumps(found, indent=1) if arguments.json else "\n".join(_table(rows))
+        sys.stdout.write(text + "\n")
+        return result
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
     store = places.open_store(arguments.place, config)

@@ -27,7 +27,10 @@ class ContentChecker:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._index = core.connector.side.hits
-        self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
+        self._node = core.node
+        self._prefixes: dict[bytes, tuple[Sequel, int]] = (
+            {} if core.node is None else core.node.prefixes
+        )
         """What a block hash, without its group, stands for: a prefix and its length."""
         self._requests: list[list[Any]] = []
         self._stale: dict[int, int] = {}
@@ -165,19 +168,23 @@ class ContentChecker:
     def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:
         self._matching = request
         try:
-            return original(request, num_tokens)
+            answer = original(request, num_tokens)
+            if self._node is not None and answer[0]:  # what was not leased may be another's by now
+                planner = self._core.connector.side
+                self._check_hit(planner.loads.progress[planner.book.find(request)].hit)
+            return answer
         finally:
             self._matching = None
 
     def _see_search(self, original: Callable[..., Any], *args: Any) -> Any:
         hit = original(*args)
-        if hit is not None:
+        if hit is not None and self._node is None:
             self._check_hit(hit)
         return hit
 
     def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
         grown = original(*args)
-        if grown is not None:
+        if grown is not None and self._node is None:
             self._check_hit(grown[0])
         return grown
 

@@ -35,6 +35,8 @@ class HitChecker:
         tap(connector, "request_finished_all_groups", self._see_finish)
         tap(connector, "reset_cache", self._see_reset)
         ledger.on_plan.append(self._see_plan)
+        if core.node is not None:
+            core.node.watch(core, self._failed.difference_update)
 
     def _see_search(self, original: Callable[..., Hit | None], *args: Any) -> Hit | None:
         self._found = original(*args)

@@ -96,6 +96,8 @@ class Ledger:
         self.dead_ranks: set[int] = set()
         """Ranks that have told the scheduler side that they copy no more."""
         self.on_plan: list[Callable[[StepPlan], None]] = []
+        if core.node is not None:
+            core.node.ledgers.append(self)
         tap(core.connector, "update_state_after_alloc", self._see_allocation)
         tap(core.connector, "build_connector_meta", self._see_plan)
         tap(core.connector, "update_connector_output", self._see_output)
@@ -112,6 +114,9 @@ class Ledger:
 
     def _see_plan(self, original: Callable[..., StepPlan], scheduler_output: Any) -> StepPlan:
         plan = original(scheduler_output)
+        if self._core.node is not None:
+            for _, slots in writes_of(plan):
+                self._core.node.written(self._core, slots)
         for see in self.on_plan:  # before its transfers count as open
             see(plan)
         for transfer in plan.loads:

@@ -61,6 +61,8 @@ class ReferenceChecker:
         slots = planner.hits.slots
         directory = planner.hits.directory
         num_bad = len(self._ledger.bad_slots)
+        if core.node is not None:
+            num_bad += len(slots.parked)  # which others read
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": found.leases,

@@ -45,6 +45,16 @@ class SlotChecker:
             raise Finding("I5", f"asked for {count} slots, got {len(slots)}")
         return slots
 
+    def _see_others(self, plan: StepPlan, other: Ledger, taken: dict[int, str]) -> None:
+        """What an engine of the same pool writes, nobody reads or writes; what it reads, ..."""
+        for record in (*other.open_stores(), *other.open_loads()):
+            what = "store" if record.is_store else "load"
+            name = f"{what} {record.transfer.transfer_id} of another engine"
+            taken.update((slot, name) for slot in record.transfer.slot_ids)
+            read = {slot for load in plan.loads for slot in load.slot_ids}
+            if record.is_store and not read.isdisjoint(record.transfer.slot_ids):
+                raise Finding("I6", f"a load reads what {name} writes")
+
     def _see_plan(self, plan: StepPlan) -> None:
         leases = [lease for lease in self.squeezed if lease is not None]
         taken = {slot: "somebody else" for lease in leases for slot in lease.slots}
@@ -54,6 +64,9 @@ class SlotChecker:
         for transfer_id, tier_record in self._ledger.open_tier_transfers():
             name = f"{'fetch' if tier_record.is_fetch else 'spill'} {transfer_id}"
             taken.update((slot, name) for slot in tier_record.slot_ids)
+        if self._core.node is not None:
+            for other in self._core.node.ledgers_of_others(self._ledger):
+                self._see_others(plan, other, taken)
         num_slots = min(worker.device.num_usable_slots for worker in self._core.workers)
         for name, slots in writes_of(plan):
             for slot in slots:

@@ -73,6 +73,8 @@ class WaitChecker:
         self, original: Callable[..., Any], request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         answer: tuple[int | None, bool] = original(request, num_computed_tokens)
+        if answer[0] is None and self._is_starting():
+            return answer
         side = self._core.connector.side
         progress = side.loads.progress.get(side.book.find(request))
         is_put_off = answer[0] is None and progress is not None and progress.wait.is_put_off
@@ -91,6 +93,11 @@ class WaitChecker:
         else:
             waiter.end()
         return answer
+
+    def _is_starting(self) -> bool:
+        """Whether an engine that shares its pool has not heard from its ranks where that is."""
+        core = self._core
+        return core.node is not None and core.connector.side.hits.slots.table is None
 
     def _check_put_off(self, waiter: _Waiter) -> None:
         name = waiter.request.request_id

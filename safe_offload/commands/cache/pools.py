@@ -1,0 +1,51 @@
+"""Pools that engines of this machine share: `safe-offload cache ls node`, and `rm node`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict
+from typing import Any, Final
+
+from safe_offload.commands.cache.store import CacheError
+from safe_offload.config.printing import printable
+from safe_offload.config.units import format_bytes
+from safe_offload.node.pools import Pool, find_pools, remove_pool, user_folder
+
+PLACE: Final = "node"
+
+
+def run_on_pools(arguments: Namespace) -> tuple[dict[str, Any], list[tuple[str, ...]], int]:
+    """Do what the arguments say; return it for JSON, in rows, and the exit status."""
+    pools = find_pools()
+    if arguments.action.__name__ == "_ls":
+        return _document(pools), _rows(pools), 0
+    if arguments.action.__name__ != "_rm":
+        raise CacheError(f"{PLACE}: only `ls` and `rm` go with pools. Fix: write one of them.")
+    wanted = "" if arguments.all else arguments.namespace
+    chosen = [pool for pool in pools if wanted is not None and pool.path.name.startswith(wanted)]
+    if not arguments.all and (len(chosen) != 1 or not wanted):
+        raise CacheError(
+            f"rm: {len(chosen)} pools in {user_folder()} begin with {wanted!r}. Fix: write one "
+            "that `safe-offload cache ls node` shows, or --all."
+        )
+    removed = [pool for pool in chosen if arguments.dry_run or remove_pool(pool.path)]
+    did = "Would remove" if arguments.dry_run else "Removed"
+    freed = format_bytes(sum(pool.size_bytes for pool in removed))
+    rows: list[tuple[str, ...]] = [(f"{did} {len(removed)} pools, {freed}.",)]
+    rows += [(f"{pool.path.name} is in use.",) for pool in chosen if pool not in removed]
+    return _document(removed), rows, 0 if len(removed) == len(chosen) else 1
+
+
+def _document(pools: list[Pool]) -> dict[str, Any]:
+    return {"pools": [asdict(pool) | {"path": str(pool.path)} for pool in pools]}
+
+
+def _rows(pools: list[Pool]) -> list[tuple[str, ...]]:
+    if not pools:
+        return [(f"There are no pools in {user_folder()}.",)]
+    rows: list[tuple[str, ...]] = [("POOL", "SIZE", "SLOTS", "FILLED", "ENGINES", "MODEL")]
+    for pool in pools:
+        numbers = f"{pool.num_slots:,}", f"{pool.num_filled:,}", f"{pool.num_engines}"
+        about = printable(pool.about) or "?"
+        rows.append((pool.path.name, format_bytes(pool.size_bytes), *numbers, about))
+    return rows

@@ -1,0 +1,234 @@
+"""The files of pools: made, found, listed and removed.
+
+A pool is a folder of one user in memory that the kernel keeps (tmpfs): a table, and for each rank a
+file with its slots, one after the other as `HostLayout` says, a checksum of each, and a last page
+that says of which table it is. Only the user can read them. They stay when all engines have ended,
+until they are removed or the machine restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from safe_offload.errors import SharingError
+from safe_offload.node.locks import Locks
+from safe_offload.node.table import Table
+
+BASE: Final = Path("/dev/shm")
+TABLE: Final = "table"
+ABOUT: Final = "about"
+CHECKSUM_BYTES: Final = 8
+LAST_BYTES: Final = mmap.PAGESIZE
+MAKING_TIMEOUT_S: Final = 900.0
+"""How long an engine waits while another makes a pool: its memory is taken page by page."""
+POLL_S: Final = 0.02
+_MAKING: Final = 1
+"""The place that is locked meanwhile."""
+
+
+def user_folder() -> Path:
+    """Return where the pools of this user are."""
+    return BASE / f"safe_offload-{os.geteuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool that is there, as `safe-offload cache` shows it."""
+
+    path: Path
+    about: str
+    size_bytes: int
+    num_slots: int
+    num_filled: int
+    num_engines: int
+    is_used: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's part of a pool.
+
+    Attributes:
+        mapping: its slots, and from `checksums_at` on their checksums.
+        is_new: it was made just now.
+        locks: on the pool's table; the token is held until they are closed.
+    """
+
+    mapping: mmap.mmap
+    checksums_at: int
+    num_slots: int
+    pool_id: bytes
+    is_new: bool
+    locks: Locks
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a rank looks for, and makes where it is missing.
+
+    Attributes:
+        name: of the pool: engines of one name compute the same bytes.
+        about: what users know it by.
+        rank: the first of the ranks that hold the same.
+        num_slots: of the pool if this rank is the first of all that makes something.
+        size_of: bytes of so many slots.
+        terms: says how the bytes lie; it has to be the same for all.
+        check: called before the memory is taken, with its size; its error goes through.
+    """
+
+    name: str
+    about: str
+    rank: int
+    num_slots: int
+    size_of: Callable[[int], int]
+    terms: bytes
+    hash_bytes: int
+    check: Callable[[int], None]
+
+
+def open_rank(wanted: Wanted) -> RankFile:
+    """Open one rank's file of a pool, and make what is missing.
+
+    Raises:
+        SharingError: what is there cannot be used, or nothing can be made.
+    """
+    try:
+        base = _own_folder(user_folder())
+        with _making(base):
+            return _open_rank(_own_folder(base / wanted.name), wanted)
+    except OSError as error:
+        raise SharingError(f"{user_folder()}: {error}") from error
+
+
+def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
+    table_path, path = folder / TABLE, folder / f"rank{wanted.rank}"
+    if not table_path.exists():
+        if any(folder.glob("rank*")):
+            raise SharingError(f"{folder} has lost its table; {_removal(folder)}")
+        new = folder / "new"
+        new.unlink(missing_ok=True)
+        Table.make(str(new), wanted.num_slots, wanted.hash_bytes, secrets.token_bytes(16))
+        new.rename(table_path)
+        (folder / ABOUT).write_text(wanted.about)
+    table = Table(str(table_path))
+    num_slots, pool_id = table.num_slots, table.pool_id
+    checksums_at = -(-wanted.size_of(num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
+    table_bytes = -(-num_slots * CHECKSUM_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    size_bytes = checksums_at + table_bytes + LAST_BYTES
+    last = pool_id + wanted.terms
+    is_new = not path.exists()
+    if is_new:
+        if table.has_contents:
+            raise SharingError(f"{folder} has lost {path.name}; {_removal(folder)}")
+        _make_file(path, size_bytes, last, wanted.check)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        is_right = os.fstat(fd).st_size == size_bytes
+        if not is_right or os.pread(fd, len(last), size_bytes - LAST_BYTES) != last:
+            raise SharingError(f"{path} belongs to another table; {_removal(folder)}")
+        mapping = mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
+    token = table.locks.new_token()
+    return RankFile(mapping, checksums_at, num_slots, pool_id, is_new, table.locks, token)
+
+
+def _make_file(path: Path, size_bytes: int, last: bytes, check: Callable[[int], None]) -> None:
+    """Take all of the memory now: a page that is missing later would end the process."""
+    system = os.statvfs(path.parent)
+    free_bytes = system.f_bavail * system.f_frsize
+    if free_bytes < size_bytes:
+        raise SharingError(
+            f"{path.parent} has {free_bytes >> 20} MiB of the {size_bytes >> 20} MiB left that the "
+            f"pool needs. Fix: make {BASE} larger (docker run --shm-size, or mount -o "
+            'remount,size=…), give a smaller "cpu_bytes_to_use", or remove pools that nobody uses '
+            "(safe-offload cache ls node)"
+        )
+    check(size_bytes)
+    new = path.with_name("new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        os.pwrite(fd, last, size_bytes - LAST_BYTES)
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _own_folder(path: Path) -> Path:
+    """Return a folder that nobody else can write, made if it is missing."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or found.st_mode & 0o077:
+        raise SharingError(f"{path} is not a folder of this user alone (mode 0700)")
+    return path
+
+
+@contextlib.contextmanager
+def _making(base: Path) -> Iterator[None]:
+    """Be the only process that makes or removes pools of this user."""
+    locks = Locks(str(base / "lock"), make=True)
+    deadline_s = time.monotonic() + MAKING_TIMEOUT_S
+    try:
+        while not locks.take(_MAKING):
+            if time.monotonic() > deadline_s:
+                raise SharingError(f"another engine has been making a pool in {base} for too long")
+            time.sleep(POLL_S)
+        yield
+    finally:
+        locks.close()
+
+
+def _removal(folder: Path) -> str:
+    return f"end the engines that use it, and run: safe-offload cache rm node {folder.name}"
+
+
+def find_pools() -> list[Pool]:
+    """Return the pools of this user; one that cannot be read has no slots."""
+    try:
+        return [_look_at(path) for path in sorted(user_folder().iterdir()) if path.is_dir()]
+    except FileNotFoundError:
+        return []
+
+
+def _look_at(path: Path) -> Pool:
+    about = (path / ABOUT).read_text() if (path / ABOUT).is_file() else ""
+    size_bytes = sum(found.stat().st_blocks * 512 for found in path.iterdir())
+    try:
+        table = Table(str(path / TABLE))
+    except (OSError, SharingError):
+        return Pool(path, about, size_bytes, 0, 0, 0, is_used=False)
+    num_filled = int(np.count_nonzero(table.words & np.uint64(1)))
+    num_engines, is_used = len(table.living), table.locks.is_used()
+    pool = Pool(path, about, size_bytes, table.num_slots, num_filled, num_engines, is_used)
+    table.close()
+    return pool
+
+
+def remove_pool(path: Path) -> bool:
+    """Remove a pool; False if some process uses it."""
+    with _making(user_folder()):
+        if _look_at(path).is_used:
+            return False
+        for found in path.iterdir():
+            found.unlink()
+        path.rmdir()
+    return True

@@ -1,0 +1,381 @@
+"""Which slot of a pool holds what, and which engine may overwrite it.
+
+All engines of a machine map this table, and each may be killed at any instruction. So there is no
+lock that one could leave behind but the kernel's (`locks.py`), and each word has one writer:
+
+- *Lots* are runs of slots. An engine overwrites slots of its own lots only. A free lot keeps what
+  it holds, and whoever needs room claims it.
+- A slot's *word* says whether it holds a block that can be found. Its owner writes hash and
+  generation first, the word last; it takes the word back before it overwrites anything.
+- A *guest mark* of an engine at a slot keeps all others from overwriting it. The guest marks, then
+  reads the word again; the owner takes the word back, then reads the marks. A fence stands between
+  the two on both sides, so at least one of them sees the other.
+- An engine *naps* when it leases and writes nothing. Then others may free lots that it has beyond
+  its share. One that has died is found by its tokens: the kernel unlocks them when the last of its
+  processes has ended, so that no copy of a worker outlives what it may write.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from safe_offload.errors import SharingError
+from safe_offload.node.locks import LOTS, NAPS, Locks, fence
+
+MAGIC: Final = b"safe_offload node 1\n"
+HEADER_BYTES: Final = 4096
+ENGINES_MAX: Final = 32
+TOKENS_MAX: Final = 120
+LOT_SLOTS_MAX: Final = 64
+LOTS_MIN: Final = 64
+"""In a small pool lots are smaller, so that several engines find some."""
+TEST_SLOTS_MAX: Final = 32
+DEAD_AFTER_S: Final = 1.0
+"""So long after its last process an engine counts as dead: a device may still copy."""
+
+_HEADER: Final = struct.Struct("32s16sQQ")
+_REGISTERED, _NAPS, _WANTS, _NUM_TOKENS, _TOKENS = range(5)
+_FILLED: Final = 1
+
+Slots = npt.NDArray[np.int64]
+
+
+def word_bits(group_idx: int, num_bytes: int) -> int:
+    """Return what a word says beside its count: the group and the length of the hash."""
+    return num_bytes << 16 | group_idx << 8 | _FILLED
+
+
+class Table:
+    """The table of one pool, mapped by one engine (or by nobody who writes: `engine` is -1).
+
+    Args:
+        path: of its file, see `make`.
+
+    Attributes:
+        engine: which of the engines this one is.
+        words, hashes, generations: by slot; written by the owner.
+        bad: by slot, 1 if the memory under it is not to be trusted; any engine writes it.
+        touched: likewise, 1 if an engine that does not own it has used it.
+        owners: by lot, an engine + 1; 0 for none.
+        versions: by lot; changes after something in it has.
+        marks: by engine and slot.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.locks = Locks(path)
+        size_bytes = os.fstat(self.locks.fd).st_size
+        if size_bytes < HEADER_BYTES:
+            raise SharingError(f"{path} is no table of a pool")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._mapping = mmap.mmap(fd, size_bytes)  # keeps a copy of the descriptor: without locks
+        os.close(fd)
+        magic, self.pool_id, self.num_slots, self.hash_bytes = _HEADER.unpack_from(self._mapping)
+        if not magic.startswith(MAGIC) or size_bytes != _size_of(self.num_slots, self.hash_bytes):
+            raise SharingError(f"{path} is of another version, or cut off")
+        self.lot_slots = lot_slots_of(self.num_slots)
+        self.num_lots = -(-self.num_slots // self.lot_slots)
+        self._at = HEADER_BYTES
+        self._engines = self._array("u8", ENGINES_MAX, _TOKENS + TOKENS_MAX)
+        self.owners = self._array("u8", self.num_lots)
+        self.versions = self._array("u8", self.num_lots)
+        self.words = self._array("u8", self.num_slots)
+        self.generations = self._array("u8", self.num_slots)
+        self.hashes = self._array("u1", self.num_slots, self.hash_bytes)
+        self.bad = self._array("u1", self.num_slots)
+        self.touched = self._array("u1", self.num_slots)
+        self.marks = self._array("u1", ENGINES_MAX, self.num_slots)
+        self.engine = -1
+        self.is_awake = False
+        self._seen_dead: dict[int, float] = {}
+
+    @staticmethod
+    def make(path: str, num_slots: int, hash_bytes: int, pool_id: bytes) -> None:
+        """Make an empty table; the caller sees to it that nobody opens it before."""
+        size_bytes = _size_of(num_slots, hash_bytes)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            os.pwrite(fd, _HEADER.pack(MAGIC, pool_id, num_slots, hash_bytes), 0)
+            owners_at = HEADER_BYTES + _aligned(8 * ENGINES_MAX * (_TOKENS + TOKENS_MAX))
+            reserved = reserved_slots(num_slots) // lot_slots_of(num_slots)
+            os.pwrite(fd, b"\xff" * 8 * reserved, owners_at)
+        finally:
+            os.close(fd)
+
+    def _array(self, kind: str, *shape: int) -> npt.NDArray[Any]:
+        array = np.ndarray(shape, kind, self._mapping, self._at)
+        self._at += _aligned(array.nbytes)
+        return array
+
+    @property
+    def has_contents(self) -> bool:
+        """Whether some slot has ever held something."""
+        return bool(self.words.any())
+
+    def __repr__(self) -> str:
+        return f"<Table of {self.num_slots} slots, engine {self.engine}>"
+
+    def close(self) -> None:
+        """Unlock all that this engine holds; others take its lots over when its workers end."""
+        self.locks.close()
+
+    # ---- engines -------------------------------------------------------------------------------
+
+    def join(self, tokens: Sequence[int]) -> None:
+        """Become one of the engines.
+
+        Args:
+            tokens: that its workers hold.
+
+        Raises:
+            SharingError: there are too many already.
+        """
+        tokens = [self.locks.new_token(), *tokens]
+        taken = self.engines
+        for engine in (*(e for e in range(ENGINES_MAX) if e not in taken), *taken):
+            row = self._engines[engine]
+            if self._lives(engine) or not self.locks.take(NAPS + engine):
+                continue
+            if self._lives(engine):  # another was faster, and naps
+                self.locks.give(NAPS + engine)
+                continue
+            self._bury(engine)
+            row[_TOKENS : _TOKENS + len(tokens)] = tokens
+            row[_NUM_TOKENS] = len(tokens)
+            row[_REGISTERED] = 1
+            self.engine, self.is_awake = engine, True
+            return
+        raise SharingError(f"{ENGINES_MAX} engines use it already")
+
+    def wake(self) -> bool:
+        """From now on lots are this engine's until it gives them; False if not to be had now."""
+        if not self.is_awake and self.locks.take(NAPS + self.engine):
+            self._engines[self.engine][_NAPS] = 0
+            self.is_awake = True
+        return self.is_awake
+
+    def nap(self) -> None:
+        """Nothing is leased, written or granted before `wake`."""
+        if self.is_awake:
+            self.is_awake = False
+            self.want(is_short=False)
+            self._engines[self.engine][_NAPS] = 1
+            fence()
+            self.locks.give(NAPS + self.engine)
+
+    def want(self, *, is_short: bool) -> None:
+        """Tell others whether this engine has too few lots."""
+        self._engines[self.engine][_WANTS] = is_short
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another has too few lots."""
+        return bool(self._engines[:, _WANTS].any()) and not self._engines[self.engine][_WANTS]
+
+    @property
+    def engines(self) -> list[int]:
+        """All that have joined, those too whose death nobody has noticed."""
+        return _listed(np.flatnonzero(self._engines[:, _REGISTERED]))
+
+    @property
+    def living(self) -> list[int]:
+        """Those of which some process lives."""
+        return [engine for engine in self.engines if self._lives(engine)]
+
+    def fair_share(self) -> int:
+        """Return how many lots each engine should have."""
+        num_lots: int = self.num_lots - reserved_slots(self.num_slots) // self.lot_slots
+        return max(1, num_lots // max(1, len(self.engines)))
+
+    def _lives(self, engine: int) -> bool:
+        row = self._engines[engine]
+        tokens = row[_TOKENS : _TOKENS + int(row[_NUM_TOKENS])].tolist()
+        return engine == self.engine or any(map(self.locks.is_taken, tokens))
+
+    def bury(self, now_s: float) -> int:
+        """Free what dead engines have had; return how many there were."""
+        num_dead = 0
+        for engine in self.engines:
+            if self._lives(engine):
+                self._seen_dead.pop(engine, None)
+            elif now_s - self._seen_dead.setdefault(engine, now_s) >= DEAD_AFTER_S:
+                del self._seen_dead[engine]
+                if self.locks.take(NAPS + engine):
+                    if not self._lives(engine):
+                        self._bury(engine)
+                        num_dead += 1
+                    self.locks.give(NAPS + engine)
+        return num_dead
+
+    def _bury(self, engine: int) -> None:
+        """Free what an engine has had; its nap is held, and that it is registered goes last."""
+        self.marks[engine] = 0
+        self.owners[self.owners == engine + 1] = 0
+        fence()
+        self._engines[engine] = 0
+
+    # ---- lots ----------------------------------------------------------------------------------
+
+    def range_of(self, lot: int) -> range:
+        """Return the slots of a lot."""
+        start = lot * self.lot_slots
+        return range(start, min(start + self.lot_slots, self.num_slots))
+
+    def own_lots(self) -> list[int]:
+        """Return the lots of this engine."""
+        return _listed(np.flatnonzero(self.owners == self.engine + 1))
+
+    def free_lots(self, num_ready: int) -> list[int]:
+        """Return lots without an owner in the first slots, those with the fewest blocks first."""
+        free = np.flatnonzero(self.owners[: num_ready // self.lot_slots] == 0)
+        if num_ready == self.num_slots and self.num_slots % self.lot_slots:
+            last = self.num_lots - 1
+            free = np.append(free, [last] if not self.owners[last] else []).astype(np.int64)
+        if not len(free):
+            return []
+        filled = np.add.reduceat(self.words & _FILLED, np.arange(0, self.num_slots, self.lot_slots))
+        return _listed(free[np.argsort(filled[free], kind="stable")])
+
+    def claim(self, lot: int) -> bool:
+        """Make a free lot this engine's; False if another was faster."""
+        if self.owners[lot] or not self.locks.take(LOTS + lot):
+            return False
+        if not self.owners[lot]:
+            self.owners[lot] = self.engine + 1
+        self.locks.give(LOTS + lot)
+        return bool(self.owners[lot] == self.engine + 1)
+
+    def give(self, lot: int) -> None:
+        """Let anyone claim a lot of this engine's, with what it holds."""
+        self.versions[lot] += np.uint64(1)
+        fence()
+        self.owners[lot] = 0
+
+    def free_napping(self) -> int:
+        """Free what napping engines have beyond their share; return how many lots that were."""
+        num_freed, share = 0, self.fair_share()
+        for engine in self.engines:
+            if engine == self.engine or not self._engines[engine][_NAPS]:
+                continue
+            if self.locks.take(NAPS + engine):
+                if self._engines[engine][_NAPS]:
+                    beyond = np.flatnonzero(self.owners == engine + 1)[share:]
+                    self.owners[beyond] = 0
+                    num_freed += len(beyond)
+                self.locks.give(NAPS + engine)
+        return num_freed
+
+    # ---- slots of this engine's lots -----------------------------------------------------------
+
+    def retract(self, slots: Slots) -> Slots:
+        """Let nobody find what slots hold; return those that guests still read."""
+        words = self.words[slots]
+        self.words[slots] = (words >> np.uint64(32) << np.uint64(32)) + np.uint64(1 << 32)
+        self._changed(slots)
+        return self.guests_at(slots)
+
+    def guests_at(self, slots: Slots) -> Slots:
+        """Return those of some retracted slots that must not be overwritten yet."""
+        fence()
+        is_held = self.marks[:, slots].any(axis=0) | (self.bad[slots] != 0)
+        held: Slots = slots[is_held]
+        return held
+
+    def publish(
+        self, slots: Slots, groups: Sequence[int], hashes: Sequence[bytes], generations: list[int]
+    ) -> None:
+        """Let everyone find what retracted slots hold now; one that does not fit is left out."""
+        bits = np.zeros(len(slots), np.uint64)
+        for place, (slot, block_hash) in enumerate(zip(slots.tolist(), hashes, strict=True)):
+            num_bytes = len(block_hash)
+            if num_bytes <= self.hash_bytes and groups[place] < 256:
+                self.hashes[slot, :num_bytes] = np.frombuffer(block_hash, np.uint8)
+                bits[place] = word_bits(groups[place], num_bytes)
+        self.generations[slots] = generations
+        self.touched[slots] = 0
+        fence()
+        self.words[slots] = (self.words[slots] >> np.uint64(32) << np.uint64(32)) + bits
+        self._changed(slots)
+
+    def _changed(self, slots: Slots) -> None:
+        fence()
+        self.versions[np.unique(slots // self.lot_slots)] += np.uint64(1)
+
+    # ---- any slot ------------------------------------------------------------------------------
+
+    def read(self, slot: int) -> tuple[int, int, int, bytes] | None:
+        """Return word, generation, group and hash of a slot; None if it holds nothing for now."""
+        word = int(self.words[slot])
+        if not word & _FILLED or self.bad[slot]:
+            return None
+        fence()
+        generation = int(self.generations[slot])
+        block_hash = self.hashes[slot, : word >> 16 & 0xFFFF].tobytes()
+        fence()
+        is_whole = int(self.words[slot]) == word
+        return (word, generation, word >> 8 & 0xFF, block_hash) if is_whole else None
+
+    def visit(self, slots: Slots, words: npt.NDArray[np.uint64]) -> Slots:
+        """Keep slots from being overwritten until `leave`; return those that hold something else.
+
+        Args:
+            words: of the slots, when what they hold was read.
+        """
+        self.marks[self.engine, slots] = 1
+        fence()
+        is_lost = (self.words[slots] != words) | (self.bad[slots] != 0)
+        lost: Slots = slots[is_lost]
+        self.marks[self.engine, lost] = 0
+        self.touched[slots] = 1
+        return lost
+
+    def mark(self, slots: Slots) -> None:
+        """Keep slots of this engine's own lots when others may claim these."""
+        self.marks[self.engine, slots] = 1
+
+    def leave(self, slots: Slots) -> None:
+        """Let slots be overwritten that were visited, or marked."""
+        fence()  # what was read of them has been read
+        self.marks[self.engine, slots] = 0
+
+    def condemn(self, slots: Slots) -> None:
+        """Let no engine use these slots again."""
+        self.bad[slots] = 1
+
+
+def _listed(numbers: npt.NDArray[Any]) -> list[int]:
+    listed: list[int] = numbers.tolist()
+    return listed
+
+
+def lot_slots_of(num_slots: int) -> int:
+    """Return how many slots a lot has."""
+    return max(1, min(LOT_SLOTS_MAX, num_slots // LOTS_MIN))
+
+
+def reserved_slots(num_slots: int) -> int:
+    """Return how many of the first slots belong to nobody: engines test their copies in them."""
+    lot_slots = lot_slots_of(num_slots)
+    return max(1, min(TEST_SLOTS_MAX, num_slots // 16) // lot_slots) * lot_slots
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // 64) * 64
+
+
+def _size_of(num_slots: int, hash_bytes: int) -> int:
+    """Return the size of a table; in the order of `Table`'s arrays."""
+    num_lots = -(-num_slots // lot_slots_of(num_slots))
+    arrays = (
+        *(8 * ENGINES_MAX * (_TOKENS + TOKENS_MAX), 8 * num_lots, 8 * num_lots),
+        *(8 * num_slots, 8 * num_slots, hash_bytes * num_slots),
+        *(num_slots, num_slots, ENGINES_MAX * num_slots),
+    )
+    return HEADER_BYTES + sum(map(_aligned, arrays))

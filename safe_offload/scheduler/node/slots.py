@@ -1,0 +1,444 @@
+"""Slots of a pool that all engines of a machine share.
+
+What others have stored is found in this engine's directory like its own, so that hits, stores and
+prefixes need not know whose it is. Only three things differ. Whatever another may overwrite is
+marked as a guest's when it is leased (`Table.visit`), and may be lost by then. Slots are granted
+from this engine's lots only. And what it stores is published in the table, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import filterfalse
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from safe_offload.errors import InvariantError
+from safe_offload.node.locks import fence
+from safe_offload.scheduler.cache.slots import SlotPool
+
+if TYPE_CHECKING:
+    from safe_offload.node.table import Slots, Table
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+LOOKS_MAX = 4096
+"""Changed slots that are looked at in one step: a few milliseconds."""
+GIVES_MAX = 4
+"""Lots that are given to others in one step."""
+
+
+class NodeSlots(SlotPool):
+    """See `SlotPool`. Until it is attached to a table it has no slots.
+
+    Attributes:
+        is_alone: the ranks have memory of their own after all, so there is no table.
+        generation: of what this engine stores and finds, 0 until a reset.
+        secret: of what nobody else may find, see `is_private`.
+        is_private: whether a hash does not say all that a block was computed from.
+        num_lost: slots that were overwritten by another before they could be leased.
+        is_behind: not all that others have changed was looked at yet.
+        parked: granted while guests read them, or bad; leased until these have gone. Read only.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # All is mutable, and changed here only.
+        self.is_alone = False
+        self.is_private: Callable[[bytes], bool] = lambda block_hash: False
+        self.table: Table | None = None
+        self.is_behind = False
+        self.num_lost = 0
+        self.generation = 0
+        self.secret = _new_number()
+        self._num_ready = 0
+        self._is_own = bytearray(self.num_slots)
+        self._lots: set[int] = set()  # of this engine, as far as it knows
+        self._marked: set[int] = set()  # slots where this engine is a guest
+        self.parked: set[int] = set()
+        self._seen = np.zeros(self.num_slots, np.uint64)  # words when slots were looked at
+        self._versions = np.zeros(0, np.uint64)
+
+    def attach(self, table: Table) -> None:
+        """Use the slots of a table that this engine has joined."""
+        self.table = table
+        self._versions = np.zeros(table.num_lots, np.uint64)
+        self._extend()
+
+    def keep_private(self, is_private: Callable[[bytes], bool]) -> None:
+        """Let nobody else find blocks of such hashes."""
+        self.is_private = is_private
+
+    def stand_alone(self) -> None:
+        """The ranks have memory of their own: be a `SlotPool`."""
+        self.is_alone = True
+        self._is_own = bytearray(b"\1") * self.num_slots
+        self.open(self._num_ready)
+
+    def open(self, num_usable: int) -> None:
+        """See `SlotPool`."""
+        if self.is_alone:
+            super().open(num_usable)
+        self._num_ready = max(self._num_ready, num_usable)
+        self._extend()
+
+    def _extend(self) -> None:
+        if self.table is not None:
+            self.num_usable = min(self._num_ready, self.num_slots, self.table.num_slots)
+            self._versions[:] = np.iinfo(np.uint64).max  # look at all of them again
+
+    # ---- what others do ------------------------------------------------------------------------
+
+    @property
+    def _table(self) -> Table:
+        assert self.table is not None
+        return self.table
+
+    def wake(self) -> bool:
+        """Make sure that nobody takes lots of this engine; False if it is not possible now."""
+        table = self.table
+        if table is None or table.is_awake:
+            return True
+        if not table.wake():
+            return False
+        for lot in self._lots.difference(table.own_lots()):
+            self._lose(lot)
+        return True
+
+    def nap(self) -> None:
+        """Nothing is leased: let others have lots that this engine has beyond its share."""
+        if self.table is not None:
+            self.table.nap()
+
+    def sync(self) -> None:
+        """Find what others have stored, and no longer find what they have overwritten."""
+        table = self.table
+        if table is None:
+            return
+        changed = np.flatnonzero(table.versions != self._versions).tolist()
+        self.is_behind = False
+        if not changed:
+            return
+        versions = table.versions.copy()
+        fence()
+        num_left = LOOKS_MAX
+        for lot in changed:
+            if num_left <= 0:
+                self.is_behind = True
+                return
+            if lot not in self._lots:
+                num_left -= self._look_at(lot)
+            self._versions[lot] = versions[lot]
+
+    def _look_at(self, lot: int) -> int:
+        """Look at what has changed in a lot of another; return how many slots that were."""
+        slots = [slot for slot in self._table.range_of(lot) if slot < self.num_usable]
+        if not slots:
+            return 0
+        words = self._table.words[slots[0] : slots[-1] + 1]
+        changed = (
+            np.flatnonzero(words != self._seen[slots[0] : slots[-1] + 1]) + slots[0]
+        ).tolist()
+        hashes, tables = self.directory.hashes, self.directory.tables
+        gone = [slot for slot in changed if hashes[slot] is not None]
+        if gone:
+            self.forget(gone)
+        new: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
+        for slot in changed:
+            record = self._table.read(slot)
+            if record is None:
+                self._seen[slot] = 0  # looked at again when its lot changes
+                continue
+            self._seen[slot], generation, group_idx, block_hash = record
+            is_ours = generation in (self.generation, self.secret) and group_idx < len(tables)
+            if is_ours and block_hash not in tables[group_idx]:
+                new[group_idx].setdefault(block_hash, slot)
+        for group_idx, found in new.items():
+            found_slots = list(found.values())
+            self.directory.begin_store(found_slots, group_idx, list(found), {})
+            self.directory.publish(found_slots)
+        return len(changed)
+
+    def balance(self) -> None:
+        """Give lots beyond this engine's share to others who have too few."""
+        table = self.table
+        if table is None or not table.is_wanted:
+            return
+        num_beyond = min(GIVES_MAX, len(self._lots) - table.fair_share())
+        if num_beyond <= 0 or table.free_lots(self.num_usable):
+            return
+        count = GIVES_MAX * table.lot_slots
+        first = *self._empty[:count], *self._evictable.peek(count)
+        for lot in dict.fromkeys(slot // table.lot_slots for slot in first):
+            num_beyond -= self._give(lot)
+            if num_beyond <= 0:
+                return
+
+    def _give(self, lot: int) -> bool:
+        """Give up a lot with what it holds; False if something in it is under way."""
+        slots = self._table.range_of(lot)
+        leased = [slot for slot in slots if slot in self._leased]
+        hashes, being_stored = self.directory.hashes, self.directory.being_stored
+        if any(hashes[slot] is None or slot in being_stored for slot in leased):
+            return False
+        self._table.mark(_array(leased))
+        self._marked.update(leased)
+        self._lose(lot)
+        self._table.give(lot)
+        return True
+
+    def _lose(self, lot: int) -> None:
+        """A lot is another's from now on; what it holds can still be found."""
+        slots = self._table.range_of(lot)
+        self._lots.discard(lot)
+        for slot in slots:
+            self._is_own[slot] = 0
+        self._evictable.forget(slots)
+        self._empty = [slot for slot in self._empty if slot not in slots]
+        parked = self.parked.intersection(slots)
+        self.parked -= parked
+        self._leased -= parked
+        self._versions[lot] = np.iinfo(np.uint64).max
+
+    # ---- grants --------------------------------------------------------------------------------
+
+    def grant(self, count: int) -> list[int]:
+        """See `SlotPool`; what guests still read is not granted."""
+        table = self.table
+        if table is None or not table.is_awake or count <= 0:
+            return super().grant(count) if self.is_alone else []
+        self._unpark()
+        if count > len(self._empty):
+            self._claim(count - len(self._empty))
+        self._spare(count - len(self._empty))
+        granted: list[int] = []
+        while len(granted) < count:
+            slots = super().grant(count - len(granted))
+            if not slots:
+                break
+            held = self._retract(slots)
+            self.parked.update(held)
+            granted += filterfalse(set(held).__contains__, slots) if held else slots
+        is_short = len(granted) < count and len(self._lots) < table.fair_share()
+        table.want(is_short=is_short)
+        return granted
+
+    def _retract(self, slots: Sequence[int]) -> list[int]:
+        array = _array(slots)
+        held = self._table.retract(array)
+        self._seen[array] = self._table.words[array]
+        return list(held.tolist())
+
+    def _unpark(self) -> None:
+        """Take back slots whose guests have gone."""
+        if self.parked and self.table is not None:
+            parked = sorted(self.parked)
+            free = self.parked.difference(self.table.guests_at(_array(parked)).tolist())
+            self.parked -= free
+            self.release(sorted(free))
+
+    def _spare(self, count: int) -> None:
+        """What others have used since it was last released is evicted as if it was new."""
+        next_slots = self._evictable.peek(count) if count > 0 else []
+        if next_slots:
+            array = _array(next_slots)
+            touched = array[self._table.touched[array] != 0]
+            if len(touched):
+                self._table.touched[touched] = 0
+                used = touched.tolist()
+                self._evictable.hold(used)
+                self._evictable.release(used, self._now_s)
+
+    def _claim(self, num_wanted: int) -> None:
+        """Take over free lots, and what napping engines have too many of."""
+        table = self._table
+        if len(self._evictable) >= num_wanted and len(self._lots) >= table.fair_share():
+            free = [lot for lot in table.free_lots(self.num_usable) if self._has_room(lot)]
+        else:
+            free = table.free_lots(self.num_usable)
+            if not free and table.free_napping():
+                free = table.free_lots(self.num_usable)
+        for lot in free:
+            if num_wanted <= 0:
+                return
+            if table.claim(lot):
+                num_wanted -= self._take_over(lot)
+
+    def _has_room(self, lot: int) -> bool:
+        return not (self._table.words[self._table.range_of(lot)] & np.uint64(1)).all()
+
+    def _take_over(self, lot: int) -> int:
+        """A lot is this engine's from now on, with what it holds; return how many slots it has."""
+        table = self._table
+        slots = table.range_of(lot)
+        self._look_at(lot)
+        self._lots.add(lot)
+        hashes = self.directory.hashes
+        unknown = [slot for slot in slots if hashes[slot] is None]
+        bad = [slot for slot in unknown if table.bad[slot] and slot not in self._leased]
+        for slot in slots:
+            self._is_own[slot] = 1
+        if unknown:  # of others' generations, or there twice, or nothing
+            self._retract(unknown)
+        self.parked.update(bad)
+        self._leased.update(bad)
+        self._empty += [slot for slot in reversed(unknown) if slot not in self._leased]
+        filled = [s for s in slots if hashes[s] is not None and s not in self._leased]
+        self._evictable.hurry(filled, self._now_s)
+        return len(slots)
+
+    def publish(self, slots: Sequence[int]) -> None:
+        """Let other engines find what this one has stored."""
+        if self.table is None:
+            return
+        directory = self.directory
+        stored: list[tuple[int, bytes]] = [
+            (slot, block_hash)
+            for slot in slots
+            if (block_hash := directory.hashes[slot]) is not None
+            and slot not in directory.being_stored
+        ]
+        if stored:
+            array = _array([slot for slot, _ in stored])
+            hashes = [block_hash for _, block_hash in stored]
+            groups = [directory.group_of(slot) for slot, _ in stored]
+            generations = [self.secret if self.is_private(h) else self.generation for h in hashes]
+            self.table.publish(array, groups, hashes, generations)
+            self._seen[array] = self.table.words[array]
+
+    # ---- leases --------------------------------------------------------------------------------
+
+    def lease(self, slots: Sequence[int]) -> None:
+        """See `SlotPool`; what another has overwritten by now is forgotten (`num_lost`)."""
+        self._evictable.lease(self._visit(slots))
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """See `SlotPool` and `lease`."""
+        self._evictable.hold(self._visit(slots))
+
+    def _own(self, slots: Iterable[int]) -> list[int]:
+        return list(filter(self._is_own.__getitem__, slots))
+
+    def _visit(self, slots: Sequence[int]) -> list[int]:
+        """Add a lease to each slot; return those of this engine's lots."""
+        foreign = filterfalse(self._is_own.__getitem__, slots)
+        new = list(filterfalse(self._marked.__contains__, foreign))
+        if new and self.table is not None:
+            array = _array(new)
+            lost = self.table.visit(array, self._seen[array]).tolist()
+            self._marked.update(new)
+            self._marked.difference_update(lost)
+            if lost:
+                self.num_lost += len(lost)
+                self.forget(lost)
+        self._more_leases.update(self._leased.intersection(slots))
+        self._leased.update(slots)
+        return self._own(slots)
+
+    def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
+        """See `SlotPool`."""
+        if not self._leased.issuperset(slots):
+            raise InvariantError("I8", "slots released more often than leased")
+        for slot in filterfalse(self._is_own.__getitem__, slots):
+            num_more = self._more_leases.pop(slot, 0)
+            if num_more > 1:
+                self._more_leases[slot] = num_more - 1
+            elif not num_more:
+                self._leased.discard(slot)
+        super().release(self._own(slots), self._own(first))
+        self._leave([slot for slot in slots if slot in self._marked and slot not in self._leased])
+
+    def _leave(self, slots: Sequence[int]) -> None:
+        if slots and self.table is not None:
+            self.table.leave(_array(slots))
+            self._marked.difference_update(slots)
+
+    def _unleased(self, slots: Sequence[int]) -> list[int]:
+        return super()._unleased(self._own(slots))
+
+    def _forgotten(self, slots: list[int]) -> None:
+        own = self._own(slots)
+        self._mark(slots, 0)
+        self._evictable.forget(own)
+        self._empty += [slot for slot in own if slot not in self._leased]
+        if own and self.table is not None and self.table.is_awake:
+            self._retract(own)
+
+    def forget_all(self) -> None:
+        """See `SlotPool`; what others have stored so far is of another generation, too."""
+        super().forget_all()
+        self.generation = _new_number()
+        self.secret = _new_number()
+
+    def retire(self, slots: Iterable[int]) -> list[int]:
+        """See `SlotPool`; no engine uses them again."""
+        retired = super().retire(slots)
+        if self.table is not None and retired:
+            self.table.condemn(_array(retired))
+        return retired
+
+    def mend(self, leases: Iterable[Sequence[int]]) -> None:
+        """See `SlotPool`; nothing is granted any more."""
+        if self.table is None:
+            super().mend(leases)
+            return
+        expected = self._count(leases)
+        self.directory.mend(expected)
+        self._leased = set(expected)
+        self._more_leases.clear()
+        self._more_leases.update({slot: n - 1 for slot, n in expected.items() if n > 1})
+        self._evictable.forget(range(self.num_slots))
+        lots, held = sorted(self._lots), self.directory.hashes
+        unleased = [s for lot in lots for s in self.table.range_of(lot) if s not in expected]
+        filled = [slot for slot in unleased if held[slot] is not None]
+        self._evictable.release(filled, self._now_s)
+        self._empty = [slot for slot in unleased if held[slot] is None]
+        self._leave(sorted(self._marked - self._leased))
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    def _count(self, leases: Iterable[Sequence[int]]) -> Any:
+        expected = super()._count(leases)
+        expected.update(self.parked)
+        return expected
+
+    def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
+        """See `SlotPool`; and what this engine leases, the table shows as this engine's."""
+        table = self.table
+        if table is None:
+            super().check_invariants(leases)
+            return
+        expected = self._count(leases)
+        for slot in range(self.num_slots):
+            found = (slot in self._leased) + self._more_leases.get(slot, 0)
+            if found != expected[slot]:
+                raise InvariantError(
+                    "I8", f"slot {slot}: {found} references, {expected[slot]} leases"
+                )
+        self.directory.check_invariants(self._leased)
+        self._check_lots(table, expected)
+
+    def _check_lots(self, table: Table, expected: Set[int]) -> None:
+        if table.is_awake and self._lots != set(table.own_lots()):
+            raise InvariantError("I8", "the table has other lots of this engine than it knows")
+        held = self.directory.hashes
+        unleased = [s for lot in self._lots for s in table.range_of(lot) if s not in expected]
+        if sorted(self._empty) != sorted(slot for slot in unleased if held[slot] is None):
+            raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
+        if len(self._evictable) != len(unleased) - len(self._empty):
+            raise InvariantError("I8", "the evictable slots are not exactly the other free ones")
+        is_marked = set(np.flatnonzero(table.marks[table.engine]).tolist())
+        if is_marked != self._marked or not self._marked <= self._leased:
+            raise InvariantError("I1", "guest marks are not exactly those of leased slots")
+
+
+def _new_number() -> int:
+    return secrets.randbits(63) + 1
+
+
+def _array(slots: Sequence[int]) -> Slots:
+    return np.array(slots, np.int64)

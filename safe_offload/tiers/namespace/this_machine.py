@@ -1,0 +1,47 @@
+"""What names the bytes of a rank's blocks on this machine, without reading the model's files.
+
+Which file it is and when it last changed, by the kernel's stamps, says as much here as a digest of
+what is in it says everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from safe_offload.tiers.namespace.model_files import find_files, process_started_ns
+from safe_offload.tiers.namespace.namespace import NamespaceFacts
+
+
+def name_here(
+    facts: NamespaceFacts, more: dict[str, str], since_ns: int | None = None
+) -> tuple[str, list[str]]:
+    """Return a name that only engines have which compute the same, and doubts about that.
+
+    It is the same for all ranks of an engine.
+
+    Args:
+        more: facts beside those of the namespace.
+        since_ns: what changed since then is doubted; the start of this process if not given.
+    """
+    since_ns = process_started_ns() if since_ns is None else since_ns
+    told = {name: fact for name, fact in facts.facts.items() if name != "rank"} | more
+    doubts = [doubt.text for doubt in facts.doubts]
+    for name, place in facts.places.items():
+        _, files, found = find_files(place, since_ns)
+        try:
+            stamps = {file: _stamp(path) for file, path in sorted(files.items())}
+        except OSError as error:
+            stamps, found = {}, [*found, f"files of {place.name!r} cannot be seen: {error}"]
+        told[f"files.{name}"] = repr(stamps)
+        if files or name in facts.required:
+            doubts += found
+            new = [file for file, stamp in stamps.items() if stamp[-1] > since_ns]
+            doubts += [f"{file!r} changed after this process started" for file in new[:1]]
+    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:32], doubts
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    found = os.stat(path)
+    size_bytes, changed_ns = found.st_size, found.st_ctime_ns
+    return found.st_dev, found.st_ino, size_bytes, found.st_mtime_ns, changed_ns

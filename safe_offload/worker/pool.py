@@ -1,0 +1,93 @@
+"""Host memory of a rank that other engines of the machine use too, and that outlives this one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from safe_offload.config.units import format_bytes
+from safe_offload.errors import ConfigError, SharingError
+from safe_offload.node.locks import TESTS
+from safe_offload.node.pools import POLL_S, RankFile, Wanted, open_rank, user_folder
+from safe_offload.node.table import reserved_slots
+from safe_offload.protocol import PoolFacts
+from safe_offload.worker.memory.host_memory import HostMemory
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+TEST_TIMEOUT_S = 60.0
+"""How long an engine waits for the self-tests of others."""
+
+
+class PoolMemory:
+    """One rank's part of a pool, for as long as this engine uses it.
+
+    Attributes:
+        facts: what the scheduler side needs to find the pool.
+        host: the memory, with room for a `checksum_table` after the slots.
+    """
+
+    def __init__(self, file: RankFile, folder: str, rank: int) -> None:
+        self._file = file
+        self._rank = rank
+        self.num_slots = file.num_slots
+        self.facts = PoolFacts((folder, file.pool_id), file.token)
+        self.host = HostMemory(file.mapping)
+
+    @contextmanager
+    def tests(self, index: int) -> Iterator[range]:
+        """Yield slots that hold nothing, where nobody else tests meanwhile.
+
+        Args:
+            index: of this rank among those that share the memory.
+
+        Raises:
+            ConfigError: others have been testing for too long.
+        """
+        place, deadline_s = TESTS + self._rank + index, time.monotonic() + TEST_TIMEOUT_S
+        while not self._file.locks.take(place):
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"another engine has been testing its copies in {self.facts.place[0]} for "
+                    f"{TEST_TIMEOUT_S:g} s. Fix: end the one that hangs."
+                )
+            time.sleep(POLL_S)
+        yield range(reserved_slots(self.num_slots))
+        self._file.locks.give(place)
+
+    def close(self) -> None:
+        """No copy of this rank touches the memory any more."""
+        self._file.locks.close()
+
+
+def open_pool(wanted: Wanted) -> PoolMemory:
+    """Open this rank's part of the pool, and make what is missing.
+
+    Raises:
+        ConfigError: the pool cannot be used, or made.
+    """
+    begin_s = time.monotonic()
+    try:
+        file = open_rank(wanted)
+    except SharingError as error:
+        raise ConfigError(f'"share": "node": the host cache cannot be shared: {error}.') from error
+    folder = user_folder() / wanted.name
+    logger.info(
+        "The shared host cache %s %s: %s for rank %d, in %.1f s.",
+        folder,
+        "was made" if file.is_new else "was there",
+        format_bytes(len(file.mapping)),
+        wanted.rank,
+        time.monotonic() - begin_s,
+    )
+    if file.num_slots != wanted.num_slots:
+        logger.warning(
+            "The shared host cache has %d slots, as the first engine was configured; this one asks "
+            "for %d. To change it, end all engines and run: safe-offload cache rm node %s",
+            file.num_slots,
+            wanted.num_slots,
+            wanted.name,
+        )
+    return PoolMemory(file, str(folder), wanted.rank)

@@ -1,0 +1,192 @@
+"""Real engines that share one host cache: one after the other, side by side, killed."""
+
+import contextlib
+import json
+import re
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.node.pools import find_pools, remove_pool
+from tests.engine.engines import (
+    MLA,
+    NUM_MLA_HIT_TOKENS,
+    Job,
+    Report,
+    connector,
+    make_job,
+    make_prompts,
+    num_hit_tokens,
+    run,
+)
+from tests.engine.http_server import HttpServer, make_body
+
+ABC = ("A", "B", "C")
+HASHES = "sha256_cbor"
+MADE = re.compile(r"The shared host cache (\S+) was (made|there)")
+
+
+class Pools:
+    """The pools that the engines of a test have made, as their logs say."""
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+
+    def of(self, log: str) -> list[str]:
+        """Note the pools in a log; return whether each was made, or there."""
+        found = MADE.findall(log)
+        self.paths.update(Path(path) for path, _ in found)
+        return [how for _, how in found]
+
+
+@pytest.fixture
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    for path in made.paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def job(model: Path, turns: tuple[str, ...] = ABC, **extra: Any) -> Job:
+    config = connector(share="node", **extra)
+    return make_job(model, config, turns=turns, prefix_caching_hash_algo=HASHES)
+
+
+def check_found_again(first: Report, second: Report, num_hit: int) -> None:
+    for report in (first, second):
+        report.check_well()
+    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
+    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
+    assert second.tokens == first.tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
+    """With checksums, which lie beside the slots."""
+    one = job(model(kind), verify="load")
+    (first,) = run(tmp_path / "first", one)
+    assert set(pools.of(first.log)) == {"made"}
+    (second,) = run(tmp_path / "second", one)
+    assert set(pools.of(second.log)) == {"there"}
+    check_found_again(first, second, num_hit_tokens(2000))
+    (path,) = pools.paths
+    (pool,) = (pool for pool in find_pools() if pool.path == path)
+    assert pool.num_filled > 0
+    assert not pool.is_used
+    assert remove_pool(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+def test_two_ranks_find_what_the_last_two_stored(kind, model, tmp_path, pools):
+    """Each has a file of its own; of MLA both have one, and each stores half of it."""
+    mla = MLA if kind == "deepseek" else {}
+    one = make_job(
+        model(kind),
+        connector(share="node", verify="load"),
+        turns=(*ABC, *ABC) if mla else ABC,
+        prefix_caching_hash_algo=HASHES,
+        tensor_parallel_size=2,
+        in_process=False,
+        **mla,
+    )
+    first, second = (run(tmp_path / name, one)[0] for name in ("first", "second"))
+    pools.of(first.log)
+    assert set(pools.of(second.log)) == {"there"}
+    (path,) = pools.paths
+    ranks = sorted(found.name for found in path.glob("rank*"))
+    assert ranks == (["rank0"] if mla else ["rank0", "rank1"])
+    num_hit = NUM_MLA_HIT_TOKENS if mla else num_hit_tokens(2000)
+    for report in (first, second):
+        report.check_no_trouble()
+    assert [answer.num_host for answer in first.answers[:3]] == [0, 0, 0]
+    assert [answer.num_host for answer in second.answers[:3]] == [num_hit] * 3
+    # vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
+    assert second.tokens[:3] == first.tokens[-3:]
+
+
+@pytest.fixture
+def serve(model, tmp_path):
+    """Start servers of one model that share their host cache."""
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *arguments: str, num_slots: int = 200) -> HttpServer:
+            return stack.enter_context(
+                HttpServer(
+                    model("llama"),
+                    tmp_path / name,
+                    num_blocks=40,
+                    config=connector(num_slots, share="node", verify="load"),
+                    arguments=("--prefix-caching-hash-algo", HASHES, *arguments),
+                )
+            )
+
+        yield start
+
+
+def pss_of(path: Path, process_ids: list[int]) -> int:
+    """Bytes of a file that processes have mapped, those of several divided among them."""
+    total = 0
+    for number in process_ids:
+        is_it = False
+        for line in Path(f"/proc/{number}/smaps").read_text().splitlines():
+            if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+                is_it = line.endswith(f"{path}/rank0")
+            elif is_it and line.startswith("Pss:"):
+                total += 1024 * int(line.split()[1])
+    return total
+
+
+def test_two_servers_share_what_either_has_computed_and_one_is_killed(serve, pools):
+    prompts = make_prompts(641)
+    num_hit = num_hit_tokens(641)
+    one, other = serve("one"), serve("other")
+    for server in (one, other):
+        server.wait_until_healthy()
+    logs = [pools.of(server.log()) for server in (one, other)]
+    assert sorted(logs) == [["made"], ["there"]]
+    (path,) = pools.paths
+    answers = {name: one.ask(prompt) for name, prompt in prompts.items()}
+    one.settle()
+    assert {name: other.ask(prompt) for name, prompt in prompts.items()} == answers
+    assert other.count("loaded_tokens") == 3 * num_hit
+    assert other.count("stored_blocks") == 0
+    pool_bytes = (path / "rank0").stat().st_size
+    assert 0 < pss_of(path, one.process_ids() + other.process_ids()) <= pool_bytes
+    one.kill()
+    one.start()
+    one.wait_until_healthy()
+    assert one.ask(prompts["B"]) == answers["B"]
+    assert one.count("loaded_tokens") == num_hit
+    for server in (one, other):
+        assert server.count("checksum_mismatches") == server.count("contained_errors") == 0
+        server.stop()
+    (pool,) = (pool for pool in find_pools() if pool.path == path)
+    assert pool.num_filled > 0
+    assert not pool.is_used
+
+
+def test_data_parallel_engines_share_what_either_has_computed(serve, pools):
+    prompt = make_prompts(641)["A"]
+    server = serve("server", "--data-parallel-size", "2")
+    server.wait_until_healthy()
+    assert sorted(pools.of(server.log())) == ["made", "there"]
+
+    def ask(engine: int) -> list[int]:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(make_body(prompt, 4)).encode(),
+            {"Content-Type": "application/json", "X-data-parallel-rank": str(engine)},
+        )
+        with urllib.request.urlopen(request) as response:
+            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+        return tokens
+
+    answer = ask(0)
+    server.settle()
+    assert ask(1) == answer
+    server.wait_for(lambda: server.count("loaded_tokens") == num_hit_tokens(641), "the hit")

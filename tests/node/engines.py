@@ -1,0 +1,223 @@
+"""Engines without vLLM: the real slots of the scheduler side, and copies that take a while."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from safe_offload.node import pools
+from safe_offload.node.pools import RankFile, Wanted, open_rank
+from safe_offload.node.table import Table
+from safe_offload.observe.counters import Counters
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
+from safe_offload.scheduler.cache.leases import LeaseBook, LeaseKind
+from safe_offload.scheduler.node.slots import NodeSlots
+
+SLOT_WORDS = 32
+PROMPTS, PROMPT_BLOCKS = 24, 12
+
+
+def wanted(num_slots: int, **changes: Any) -> Wanted:
+    """A pool of one rank whose slots have `SLOT_WORDS` words."""
+    fields: dict[str, Any] = {
+        "name": "pool",
+        "about": "model",
+        "rank": 0,
+        "num_slots": num_slots,
+        "size_of": lambda count: count * SLOT_WORDS * 8,
+        "terms": b"terms",
+        "hash_bytes": 32,
+        "check": lambda size_bytes: None,
+    }
+    return Wanted(**{**fields, **changes})
+
+
+def words_of(file: RankFile) -> Any:
+    """The slots of a pool, shape (slots, SLOT_WORDS)."""
+    return np.ndarray((file.num_slots, SLOT_WORDS), "u8", file.mapping)
+
+
+def hash_of(prompt: int, block: int) -> bytes:
+    return prompt.to_bytes(4, "little") + block.to_bytes(4, "little") + b"x" * 24
+
+
+def word_of(block_hash: bytes) -> int:
+    """What every word of a slot is that holds a block."""
+    return int.from_bytes(block_hash[:8], "little") + 1
+
+
+@contextmanager
+def pools_in(folder: Path) -> Iterator[None]:
+    """Meanwhile pools are below a folder of the test's."""
+    base = pools.BASE
+    pools.BASE = folder
+    try:
+        yield
+    finally:
+        pools.BASE = base
+
+
+class Engine:
+    """The scheduler side of one engine, in this process; `close` is its death.
+
+    `tokens`: of the processes that copy for it; without any it opens the memory itself.
+    """
+
+    def __init__(self, num_slots: int, num_groups: int = 1, tokens: Sequence[int] = ()) -> None:
+        self.file = None if tokens else open_rank(wanted(num_slots))
+        table = Table(str(pools.user_folder() / "pool" / pools.TABLE))
+        table.join(tokens or [self.file.token])
+        directory = Directory(num_slots, num_groups)
+        policy = EvictionPolicy(num_slots, directory.hashes)
+        self.slots = NodeSlots(num_slots, directory, policy, Counters())
+        self.leases = LeaseBook(self.slots)
+        self.slots.open(num_slots)
+        self.slots.attach(table)
+        self.table = table
+        self.slots.sync()
+
+    def begin(self, *hashes: bytes, group: int = 0) -> Any:
+        """Begin to store blocks; return the lease."""
+        lease = self.leases.grant(LeaseKind.STORE, len(hashes))
+        assert lease is not None
+        assert len(lease.slots) == len(hashes)
+        self.slots.directory.begin_store(lease.slots, group, hashes, {})
+        return lease
+
+    def end(self, lease: Any) -> list[int]:
+        """The bytes are there: let others find them."""
+        words = words_of(self.file)
+        for slot in lease.slots:
+            words[slot] = word_of(self.slots.directory.hashes[slot])
+        return self.publish(lease)
+
+    def publish(self, lease: Any) -> list[int]:
+        """Let others find what was stored, and let it go."""
+        slots = list(lease.slots)
+        self.slots.directory.publish(slots)
+        lease.release()
+        self.slots.publish(slots)
+        return slots
+
+    def store(self, *hashes: bytes, group: int = 0) -> list[int]:
+        return self.end(self.begin(*hashes, group=group))
+
+    def find(self, *hashes: bytes, group: int = 0) -> list[int]:
+        self.slots.sync()
+        return self.slots.directory.find_run(group, hashes)
+
+    def hit(self, *hashes: bytes) -> Any:
+        """Lease what is found of some blocks; None if it was lost."""
+        num_lost = self.slots.num_lost
+        lease = self.leases.lease(LeaseKind.MATCH, self.find(*hashes))
+        if self.slots.num_lost == num_lost:
+            return lease
+        lease.release()
+        return None
+
+    def close(self) -> None:
+        self.table.close()
+        if self.file is not None:
+            self.file.locks.close()
+
+    def check(self) -> None:
+        self.leases.check_invariants()
+
+
+# ---- engines of processes, which can be killed ---------------------------------------------------
+
+
+def copier(num_slots: int, pipe: Any, other: Any) -> None:
+    """Move words as it is told, each slot in two parts; end what it does when the other is dead."""
+    other.close()
+    file = open_rank(wanted(num_slots))
+    words = words_of(file)
+    pipe.send(file.token)
+    chance = random.Random(os.getpid())
+    while True:
+        try:
+            kind, slots, values = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if kind == "store":
+            for slot, value in zip(slots, values, strict=True):
+                words[slot, : SLOT_WORDS // 2] = value
+                time.sleep(chance.choice((0, 0, 0.0005)))
+                words[slot, SLOT_WORDS // 2 :] = value
+            answer = 0
+        else:
+            answer = 0
+            for slot, value in zip(slots, values, strict=True):
+                answer += int((words[slot] != value).sum())
+                time.sleep(chance.choice((0, 0, 0.0005)))
+                answer += int((words[slot] != value).sum())
+        try:
+            pipe.send(answer)
+        except OSError:
+            os._exit(0)
+
+
+LOADS, FOREIGN, STORES, WRONG, LOST = range(5)
+"""What an engine counts, where it outlives the engine."""
+
+
+def serve(num_slots: int, seed: int, counts: Any, copier_pid: Any) -> None:
+    """An engine that loads what it finds and stores the rest, until it is killed."""
+    context = multiprocessing.get_context("fork")
+    pipe, other = context.Pipe()
+    child = context.Process(target=copier, args=(num_slots, other, pipe))
+    child.start()
+    other.close()
+    copier_pid.value = child.pid
+    engine = Engine(num_slots, tokens=[pipe.recv()])
+    chance = random.Random(seed)
+
+    def copy(kind: str, slots: list[int]) -> int:
+        hashes = engine.slots.directory.hashes
+        pipe.send((kind, slots, [word_of(hashes[slot] or b"") for slot in slots]))
+        return int(pipe.recv())
+
+    while True:
+        while not engine.slots.wake():
+            pass
+        engine.table.bury(time.monotonic())
+        engine.slots.balance()
+        prompt = min(int(chance.expovariate(0.15)), PROMPTS - 1)
+        hashes = [hash_of(prompt, block) for block in range(chance.randint(1, PROMPT_BLOCKS))]
+        lease = engine.hit(*hashes)
+        counts[LOST] = engine.slots.num_lost
+        num_found = 0
+        if lease is not None:
+            num_found = len(lease.slots)
+            if lease.slots:
+                own = set(engine.table.own_lots())
+                lot_slots = engine.table.lot_slots
+                counts[FOREIGN] += sum(slot // lot_slots not in own for slot in lease.slots)
+                counts[LOADS] += num_found
+                counts[WRONG] += copy("load", lease.slots)
+        stored = engine.leases.grant(LeaseKind.STORE, len(hashes) - num_found)
+        if stored is not None:
+            table = engine.slots.directory.tables[0]
+            new = [h for h in hashes[num_found:] if h not in table][: len(stored.slots)]
+            stored.keep(LeaseKind.STORE, stored.slots[: len(new)])
+            engine.slots.directory.begin_store(stored.slots, 0, new, {})
+            copy("store", stored.slots)
+            counts[STORES] += len(new)
+            engine.publish(stored)
+        if lease is not None:
+            lease.release()
+        draw = chance.random()
+        if draw < 0.05:
+            engine.check()
+        if draw < 0.01:
+            engine.slots.nap()
+            time.sleep(0.01)
