@@ -47,7 +47,7 @@ FLOORS = {
     "remote-first": Floor(stored=1.60, loaded=0.75, hit=0.25),
     "remote-last": Floor(stored=0.75, loaded=0.74, hit=0.52),
     "tenants": Floor(stored=0.82, loaded=0.75, hit=0.32),
-    "tenants-lazy": Floor(stored=1.63, loaded=0.73, hit=0.28),
+    "tenants-lazy": Floor(stored=1.63, loaded=0.73, hit=0.16),
     "tiers-tenants": Floor(stored=0.73, loaded=0.75, hit=0.62, fetched=0.05),
     "tiers": Floor(stored=0.73, loaded=0.75, hit=0.74, fetched=0.13),
     "tiers-hybrid-lazy": Floor(stored=1.57, loaded=0.75, hit=0.50, fetched=0.19),

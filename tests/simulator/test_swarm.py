@@ -42,14 +42,15 @@ def go(profile: Profile, seed: int) -> Run:
 
 
 def test_every_option_is_drawn():
-    """But tenants, pins and hints, which have profiles of their own."""
+    """But tenants, pins, hints and engines that share, which have profiles of their own."""
     drawn = [draw(seed) for seed in range(NUM_DRAWS)]
     shapes = set().union(*(options(profile.shape) for profile in drawn))
     workloads = set().union(*(options(profile.workload) for profile in drawn))
     assert {option.name for option in fields(EngineShape)} - shapes <= NOT_DRAWN
     assert {option.name for option in fields(Workload)} - workloads == {"has_wishes"}
     faults = {kind for profile in drawn for kind in profile.faults}
-    assert faults == {*CopyFault, *FaultKind, *TierFault} - {TierFault.SUBVERT, FaultKind.TENANTS}
+    elsewhere = {TierFault.SUBVERT, FaultKind.TENANTS, FaultKind.DIE}
+    assert faults == {*CopyFault, *FaultKind, *TierFault} - elsewhere
     keys = {key for profile in drawn for key in profile.shape.extra}
     assert keys == {
         "lazy_offload",
