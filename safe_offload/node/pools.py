@@ -28,7 +28,6 @@ from safe_offload.node.table import Table
 BASE: Final = Path("/dev/shm")
 TABLE: Final = "table"
 ABOUT: Final = "about"
-CHECKSUM_BYTES: Final = 8
 LAST_BYTES: Final = mmap.PAGESIZE
 MAKING_TIMEOUT_S: Final = 900.0
 """How long an engine waits while another makes a pool: its memory is taken page by page."""
@@ -60,13 +59,12 @@ class RankFile:
     """One rank's part of a pool.
 
     Attributes:
-        mapping: its slots, and from `checksums_at` on their checksums.
+        mapping: its slots, and their checksums (`checksum_table`).
         is_new: it was made just now.
         locks: on the pool's table; the token is held until they are closed.
     """
 
     mapping: mmap.mmap
-    checksums_at: int
     num_slots: int
     pool_id: bytes
     is_new: bool
@@ -83,7 +81,7 @@ class Wanted:
         about: what users know it by.
         rank: the first of the ranks that hold the same.
         num_slots: of the pool if this rank is the first of all that makes something.
-        size_of: bytes of so many slots.
+        size_of: bytes of so many slots and their checksums.
         terms: says how the bytes lie; it has to be the same for all.
         check: called before the memory is taken, with its size; its error goes through.
     """
@@ -124,9 +122,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
         (folder / ABOUT).write_text(wanted.about)
     table = Table(str(table_path))
     num_slots, pool_id = table.num_slots, table.pool_id
-    checksums_at = -(-wanted.size_of(num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
-    table_bytes = -(-num_slots * CHECKSUM_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-    size_bytes = checksums_at + table_bytes + LAST_BYTES
+    size_bytes = -(-wanted.size_of(num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE + LAST_BYTES
     last = pool_id + wanted.terms
     is_new = not path.exists()
     if is_new:
@@ -142,7 +138,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     finally:
         os.close(fd)
     token = table.locks.new_token()
-    return RankFile(mapping, checksums_at, num_slots, pool_id, is_new, table.locks, token)
+    return RankFile(mapping, num_slots, pool_id, is_new, table.locks, token)
 
 
 def _make_file(path: Path, size_bytes: int, last: bytes, check: Callable[[int], None]) -> None:
@@ -186,15 +182,22 @@ def _own_folder(path: Path) -> Path:
 def _making(base: Path) -> Iterator[None]:
     """Be the only process that makes or removes pools of this user."""
     locks = Locks(str(base / "lock"), make=True)
-    deadline_s = time.monotonic() + MAKING_TIMEOUT_S
     try:
-        while not locks.take(_MAKING):
-            if time.monotonic() > deadline_s:
-                raise SharingError(f"another engine has been making a pool in {base} for too long")
-            time.sleep(POLL_S)
+        if not wait_for(locks, _MAKING, MAKING_TIMEOUT_S):
+            raise SharingError(f"another engine has been making a pool in {base} for too long")
         yield
     finally:
         locks.close()
+
+
+def wait_for(locks: Locks, place: int, timeout_s: float) -> bool:
+    """Lock a place when nobody else holds it any more; False if that takes too long."""
+    deadline_s = time.monotonic() + timeout_s
+    while not locks.take(place):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _removal(folder: Path) -> str:

@@ -47,11 +47,6 @@ _FILLED: Final = 1
 Slots = npt.NDArray[np.int64]
 
 
-def word_bits(group_idx: int, num_bytes: int) -> int:
-    """Return what a word says beside its count: the group and the length of the hash."""
-    return num_bytes << 16 | group_idx << 8 | _FILLED
-
-
 class Table:
     """The table of one pool, mapped by one engine (or by nobody who writes: `engine` is -1).
 
@@ -297,7 +292,7 @@ class Table:
             num_bytes = len(block_hash)
             if num_bytes <= self.hash_bytes and groups[place] < 256:
                 self.hashes[slot, :num_bytes] = np.frombuffer(block_hash, np.uint8)
-                bits[place] = word_bits(groups[place], num_bytes)
+                bits[place] = num_bytes << 16 | groups[place] << 8 | _FILLED  # see `read`
         self.generations[slots] = generations
         self.touched[slots] = 0
         fence()

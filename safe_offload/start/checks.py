@@ -123,10 +123,8 @@ def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
     from safe_offload.worker.memory.host_memory import available_host_bytes, check_host_bytes
 
     config = _settings(written, parallel.world_size)
-    if config.num_slots is not None or not engine_config.are_workers_here(parallel):
+    if config.num_slots or config.sharing or not engine_config.are_workers_here(parallel):
         return  # only a worker knows how many bytes that is, or which machine has them
-    if config.sharing is not None:
-        return  # the pool may be there
     check_host_bytes(
         config,
         bytes_per_rank=config.cpu_bytes_per_rank,

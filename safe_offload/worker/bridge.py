@@ -292,8 +292,7 @@ class WorkerBridge(WorkerSide):
             return ()
         self._reported_facts = facts
         copy_paths, num_sharing = tuple(path.value for path in paths), self.opened.share.count
-        pool = self.opened.pool
-        where = None if pool is None else pool.facts
+        where = pool.facts if (pool := self.opened.pool) else None
         return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts, where),)
 
     def _ask_tiers(self, plan: StepPlan) -> None:

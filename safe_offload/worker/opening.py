@@ -35,6 +35,7 @@ from safe_offload.worker.memory.page_lock import SLAB_BYTES
 from safe_offload.worker.memory.shared_memory import (
     ALONE,
     Share,
+    bytes_with_checksums,
     checksum_table,
     secret_of,
     share_memory,
@@ -261,7 +262,7 @@ class Opening:
                 about=facts.facts.get("model", ""),
                 rank=first,
                 num_slots=self.config.num_slots_of(geometry.slot_bytes),
-                size_of=lambda n: _lay_out(geometry, device, self.config, n).size_bytes,
+                size_of=lambda n: bytes_with_checksums(_lay_out(geometry, device, self.config, n)),
                 terms=hashlib.sha256(repr(rows).encode()).digest(),
                 hash_bytes=self.hash_bytes,
                 check=check,

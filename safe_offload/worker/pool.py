@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.node.locks import TESTS
-from safe_offload.node.pools import POLL_S, RankFile, Wanted, open_rank, user_folder
+from safe_offload.node.pools import RankFile, Wanted, open_rank, user_folder, wait_for
 from safe_offload.node.table import reserved_slots
 from safe_offload.protocol import PoolFacts
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -46,16 +46,16 @@ class PoolMemory:
         Raises:
             ConfigError: others have been testing for too long.
         """
-        place, deadline_s = TESTS + self._rank + index, time.monotonic() + TEST_TIMEOUT_S
-        while not self._file.locks.take(place):
-            if time.monotonic() > deadline_s:
-                raise ConfigError(
-                    f"another engine has been testing its copies in {self.facts.place[0]} for "
-                    f"{TEST_TIMEOUT_S:g} s. Fix: end the one that hangs."
-                )
-            time.sleep(POLL_S)
-        yield range(reserved_slots(self.num_slots))
-        self._file.locks.give(place)
+        place = TESTS + self._rank + index
+        if not wait_for(self._file.locks, place, TEST_TIMEOUT_S):
+            raise ConfigError(
+                f"another engine has been testing its copies in {self.facts.place[0]} for "
+                f"{TEST_TIMEOUT_S:g} s. Fix: end the one that hangs."
+            )
+        try:
+            yield range(reserved_slots(self.num_slots))
+        finally:
+            self._file.locks.give(place)
 
     def close(self) -> None:
         """No copy of this rank touches the memory any more."""

@@ -256,12 +256,11 @@ class NodeSlots(SlotPool):
     def _claim(self, num_wanted: int) -> None:
         """Take over free lots, and what napping engines have too many of."""
         table = self._table
+        free = table.free_lots(self.num_usable)
         if len(self._evictable) >= num_wanted and len(self._lots) >= table.fair_share():
-            free = [lot for lot in table.free_lots(self.num_usable) if self._has_room(lot)]
-        else:
+            free = [lot for lot in free if self._has_room(lot)]
+        elif not free and table.free_napping():
             free = table.free_lots(self.num_usable)
-            if not free and table.free_napping():
-                free = table.free_lots(self.num_usable)
         for lot in free:
             if num_wanted <= 0:
                 return

@@ -113,7 +113,7 @@ def share_memory(
         meeting = _Meeting(
             share,
             secret,
-            _table_offset(layout) + layout.num_slots * CHECKSUM_BYTES,
+            bytes_with_checksums(layout),
             hashlib.sha256(repr(layout).encode()).digest(),
             time.monotonic() + timeout_s,
             _Process.this(),
@@ -140,6 +140,11 @@ def secret_of(first_rank: int) -> bytes:
 def address_of(secret: bytes) -> str:
     """Return where the ranks of a secret meet, which tells nothing of it."""
     return f"safe-offload/{hmac.digest(secret, b'address', 'sha256').hex()}"
+
+
+def bytes_with_checksums(layout: HostLayout) -> int:
+    """Return the size of a memory with room for `checksum_table` after the slots."""
+    return _table_offset(layout) + layout.num_slots * CHECKSUM_BYTES
 
 
 def checksum_table(host: HostMemory, layout: HostLayout) -> npt.NDArray[np.uint64]:
