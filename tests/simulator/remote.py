@@ -57,6 +57,8 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         self._computed: dict[str, int] = {}
         specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
         self._has_windows = "SlidingWindowSpec" in specs
+        self._num_blocks: int = kv_cache_config.num_blocks
+        self._held: dict[str, int] = {}  # GPU blocks, by requests that wait or have not gone on
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -66,6 +68,8 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         count = request.num_prompt_tokens - self._has_windows - num_computed_tokens
         if not (request.kv_transfer_params or {}).get(BROUGHT) or count <= 0:
             return 0, False
+        if self._has_windows and 2 * sum(self._held.values()) > self._num_blocks:
+            return None, False  # what vLLM has against a standstill counts too few: loads/admission
         self._computed[request.request_id] = num_computed_tokens
         return count, True
 
@@ -79,8 +83,12 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
             tables = tuple(list(group) for group in blocks.blocks)
             end = start + num_external_tokens
             self._plan.received.append(Move(request.request_id, start, end, tables))
+            held = [block for table in tables for block in table if not block.is_null]
+            self._held[request.request_id] = len(held)
 
     def build_connector_meta(self, scheduler_output: Any) -> RemotePlan:
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self._held.pop(request_id, None)
         plan, self._plan = self._plan, RemotePlan()
         return plan
 
@@ -88,6 +96,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._computed.pop(request.request_id, None)
+        self._held.pop(request.request_id, None)
         is_sent_on = (request.kv_transfer_params or {}).get(SENT_ON)
         has_stopped = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
         if not (is_sent_on and has_stopped and any(block_ids)):
