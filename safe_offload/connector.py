@@ -333,7 +333,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See SupportsHMA and `request_finished`."""
         return self.request_finished(request, [])
 
     @contained(lambda: False)
@@ -373,7 +372,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def restore_kv_caches(self) -> None:
-        """See KVConnectorBase_V1 of vLLM 0.33."""
         self.worker.restore_kv_caches()
 
     @contained(lambda: None)

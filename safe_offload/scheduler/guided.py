@@ -59,7 +59,6 @@ class GuidedPlanner(Planner):
         self._answers: dict[Request, dict[str, int]] = {}
 
     def on_new_request(self, request: Request) -> RequestState:
-        """See `Planner`."""
         is_new = self.book.find(request) is None
         state = super().on_new_request(request)
         if is_new and not (request.skip_reading_prefix_cache or state.limits.leaves_nothing):
@@ -69,7 +68,6 @@ class GuidedPlanner(Planner):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """See `Planner`."""
         if _asks(request, TELL_KEY):
             self._sources[request] = {"gpu_tokens": num_computed_tokens}
         return super().get_num_new_matched_tokens(request, num_computed_tokens, now_s)
@@ -77,7 +75,6 @@ class GuidedPlanner(Planner):
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """See `Planner`."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         told = self._sources.get(request)
         if told is None or (not num_external_tokens and "host_tokens" in told):
@@ -88,7 +85,6 @@ class GuidedPlanner(Planner):
         told["computed_tokens"] = request.num_tokens - told["gpu_tokens"] - num_external_tokens
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
-        """See `Planner`."""
         self.pins.set_time(now_s)
         self._answers.clear()
         if self._demoted:
@@ -173,7 +169,6 @@ class GuidedPlanner(Planner):
         self._demoted.clear()
 
     def disable(self, report: object = None) -> None:
-        """See `Planner`."""
         super().disable(report)
         self.pins.reset()
         self._sources.clear()
@@ -191,7 +186,6 @@ class GuidedPlanner(Planner):
         }
 
     def check_invariants(self) -> None:
-        """See `Planner`."""
         super().check_invariants()
         self.pins.check_invariants()
 

@@ -694,7 +694,6 @@ class EstimatingPlanner(Planner):
         return EndCurve(num_slots, per_hash, boundaries.needs, align)
 
     def request_finished(self, request: Request) -> Any:
-        """See `Planner`."""
         state = self.book.find(request)
         if state in self.seen and self.curve:
             self.seen.remove(state)
@@ -702,5 +701,4 @@ class EstimatingPlanner(Planner):
         return super().request_finished(request)
 
     def gauges(self) -> dict[str, float]:
-        """See `Planner`."""
         return super().gauges() | (self.curve.rates() if self.curve else NO_RATES)

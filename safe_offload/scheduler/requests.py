@@ -282,7 +282,6 @@ class HintedBook(RequestBook):
     """A book that reads the hints of requests too."""
 
     def add(self, request: Request) -> RequestState:
-        """See `RequestBook`."""
         state = super().add(request)
         state.limits = with_hints(request, state.limits, self._counters)
         return state

@@ -90,12 +90,10 @@ class TenantPlanner(Planner):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """See `Planner`."""
         self._asked[request.request_id] = request.num_tokens - num_computed_tokens
         return super().get_num_new_matched_tokens(request, num_computed_tokens, now_s)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `Planner`."""
         num_asked = self._asked.pop(request.request_id, None)
         if num_asked is not None:
             tenants = self.slots.tenants
@@ -105,7 +103,6 @@ class TenantPlanner(Planner):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """See `Planner`."""
         self._asked.pop(request.request_id, None)
         return super().request_finished(request)
 

@@ -42,7 +42,6 @@ class EndCurve(Curve):
         self.caches = [_Cache(num_slots * factor) for factor in (*FACTORS.values(), math.inf)]
 
     def see(self, hashes: Sequence[bytes], num_usable: int, ends: Iterable[int]) -> None:
-        """See `Curve`."""
         prompt_end = num_usable - num_usable % self._align
         places = self._sample(hashes)
         everything = self.caches[-1].ends
@@ -64,7 +63,6 @@ class EndCurve(Curve):
         self._use(hashes, places)
 
     def keep(self, hashes: Sequence[bytes]) -> None:
-        """See `Curve`."""
         self._use(hashes, self._sample(hashes))
 
     def _parted(

@@ -83,7 +83,6 @@ class HitCurve(Curve):
         self._seen_values = _NUM_VALUES  # below it is the value of a key that is remembered
 
     def see(self, hashes: Sequence[bytes], num_usable: int = 0, ends: Iterable[int] = ()) -> None:
-        """See `Curve`."""
         keys = [hashes[place] for place in self._sample(hashes)]
         expected = len(hashes) * self._rate
         for index, cache in enumerate(self._caches):
@@ -94,7 +93,6 @@ class HitCurve(Curve):
         self._use(keys)
 
     def keep(self, hashes: Sequence[bytes]) -> None:
-        """See `Curve`."""
         self._use([hashes[place] for place in self._sample(hashes)])
 
     def _use(self, keys: Sequence[bytes]) -> None:

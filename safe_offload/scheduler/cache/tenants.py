@@ -109,7 +109,6 @@ class TenantPolicy(EvictionPolicy):
         return evicted
 
     def take_age_s(self) -> float:
-        """See `EvictionPolicy`."""
         return sum(policy.take_age_s() for policy in self._policies)
 
     def __len__(self) -> int:
@@ -138,12 +137,10 @@ class TenantSlots(SlotPool):
         self._recount()
 
     def serve(self, salt: str | None) -> None:
-        """See `SlotPool`."""
         self.by_tenant.asking = self.tenants.number_of(salt)
 
     @property
     def num_grantable(self) -> int:
-        """See `SlotPool`."""
         return self.num_empty + sum(self.by_tenant.payments(len(self.by_tenant)))
 
     @property
@@ -154,7 +151,6 @@ class TenantSlots(SlotPool):
         return self.num_usable if has_any else 0
 
     def open(self, num_usable: int) -> None:
-        """See `SlotPool`."""
         super().open(num_usable)
         self._recount()
 
@@ -170,7 +166,6 @@ class TenantSlots(SlotPool):
         return granted
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
-        """See `SlotPool`."""
         num_empty = len(self._empty)
         super().release(slots, first)
         self._emptied(num_empty)
@@ -192,7 +187,6 @@ class TenantSlots(SlotPool):
         return retired
 
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
-        """See `SlotPool`."""
         super().mend(leases)
         self._recount()
 

@@ -36,7 +36,6 @@ class NodeStores(Stores):
     """Stores whose blocks other engines find too."""
 
     def settle(self, store: Store) -> None:
-        """See `Stores`."""
         slots = [slot for part in store.parts for slot in part.lease.slots]
         super().settle(store)
         assert isinstance(self._hits.slots, NodeSlots)
@@ -64,7 +63,6 @@ class NodePlanner(Planner):
         self._look_again_s = 0.0
 
     def on_new_request(self, request: Request) -> RequestState:
-        """See `Planner`."""
         self.slots.wake()
         is_new = self.book.find(request) is None
         state = super().on_new_request(request)
@@ -94,7 +92,6 @@ class NodePlanner(Planner):
         return 0
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
-        """See `Planner`."""
         slots = self.slots
         if slots.wake() and slots.table is not None:
             slots.sync()
@@ -110,7 +107,6 @@ class NodePlanner(Planner):
         return plan
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `Planner`."""
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             for facts in report.host_facts:

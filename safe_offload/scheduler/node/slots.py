@@ -80,7 +80,6 @@ class NodeSlots(SlotPool):
         self.open(self._num_ready)
 
     def open(self, num_usable: int) -> None:
-        """See `SlotPool`."""
         if self.is_alone:
             super().open(num_usable)
         self._num_ready = max(self._num_ready, num_usable)
@@ -316,7 +315,6 @@ class NodeSlots(SlotPool):
         self._evictable.lease(self._visit(slots))
 
     def hold(self, slots: Sequence[int]) -> None:
-        """See `SlotPool` and `lease`."""
         self._evictable.hold(self._visit(slots))
 
     def _own(self, slots: Iterable[int]) -> list[int]:
@@ -339,7 +337,6 @@ class NodeSlots(SlotPool):
         return self._own(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
-        """See `SlotPool`."""
         if not self._leased.issuperset(slots):
             raise InvariantError("I8", "slots released more often than leased")
         for slot in filterfalse(self._is_own.__getitem__, slots):
