@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
 from safe_offload.compat.cache_hits import kept_boundary
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
-from safe_offload.protocol import (
-    EMPTY_PLAN,
-    IDLE_PLAN,
-    Outcome,
-    StepPlan,
-    StepReport,
-    Transfer,
-)
+from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, StepReport
 from safe_offload.scheduler.cache.end_curve import EndCurve
 from safe_offload.scheduler.cache.hit_curve import NO_RATES, Curve, HitCurve
 from safe_offload.scheduler.cache.leases import LeaseBook
@@ -63,8 +56,6 @@ so that an operator sees them before the first request. An idle step takes a mil
 
 NOTHING_ASKED = {**NO_RATES, "pins": 0, "pinned_slots": 0}
 """Gauges that only some configurations have."""
-
-StorePlan = tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

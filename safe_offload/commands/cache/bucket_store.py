@@ -26,7 +26,6 @@ class BucketStore(TierStore):
     """A bucket.
 
     Args:
-        timeout_s: of one request.
         store: the bucket, where it is not to be opened here.
 
     Raises:
@@ -35,10 +34,10 @@ class BucketStore(TierStore):
 
     use = "WRITTEN"
 
-    def __init__(self, config: TierConfig, timeout_s: float = TIMEOUT_S, store: Any = None) -> None:
+    def __init__(self, config: TierConfig, store: Any = None) -> None:
         self.label = config.location.label
         self._scheme = config.location.scheme
-        config = dataclasses.replace(config, timeout_s=timeout_s)
+        config = dataclasses.replace(config, timeout_s=TIMEOUT_S)
         self._store: Any = open_store(config) if store is None else store
 
     def namespaces(self) -> Mapping[str, bytes]:

@@ -13,18 +13,15 @@ from safe_offload.tiers.namespace.model_files import find_files, process_started
 from safe_offload.tiers.namespace.namespace import NamespaceFacts
 
 
-def name_here(
-    facts: NamespaceFacts, more: dict[str, str], since_ns: int | None = None
-) -> tuple[str, list[str]]:
+def name_here(facts: NamespaceFacts, more: dict[str, str]) -> tuple[str, list[str]]:
     """Return a name that only engines have which compute the same, and doubts about that.
 
     It is the same for all ranks of an engine.
 
     Args:
         more: facts beside those of the namespace.
-        since_ns: what changed since then is doubted; the start of this process if not given.
     """
-    since_ns = process_started_ns() if since_ns is None else since_ns
+    since_ns = process_started_ns()
     told = {name: fact for name, fact in facts.facts.items() if name != "rank"} | more
     doubts = [doubt.text for doubt in facts.doubts]
     for name, place in facts.places.items():
