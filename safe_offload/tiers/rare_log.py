@@ -16,9 +16,13 @@ KINDS_MAX: Final = 100
 
 
 class RareLog:
-    """Says of each kind of line whether it is due: at most once a minute. Any thread may ask."""
+    """Says of each kind of line whether it is due: at most once a minute. Any thread may ask.
 
-    def __init__(self) -> None:
+    `label` is what the tier is called.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._said_at_s: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
@@ -31,9 +35,9 @@ class RareLog:
         self._said_at_s[kind] = now_s
         return True
 
-    def bad_object(self, label: str, result: Result, name: str) -> None:
+    def bad_object(self, result: Result, name: str) -> None:
         """Say that an object of a tier is not what it should be."""
         if self.is_due(result):
             logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s", label, result.value, name
+                "An object of tier %s cannot be used, it is %s: %s", self._label, result.value, name
             )

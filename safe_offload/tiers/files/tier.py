@@ -427,32 +427,25 @@ class _Visit:
             self._namespace = b""
 
 
-class _Log:
+class _Log(RareLog):
     """Says what went wrong, each kind at most once a minute."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._rare = RareLog()
-
     def failure(self, error: OSError) -> None:
-        if self._rare.is_due(error.errno):
+        if self.is_due(error.errno):
             logger.warning("Tier %s failed to read or write: %s", self._label, error)
 
     def no_room(self, error: OSError) -> None:
-        if self._rare.is_due(error.errno):
+        if self.is_due(error.errno):
             logger.warning("The file system of tier %s is full: %s", self._label, error)
 
     def no_help(self, error: OSError) -> None:
-        if self._rare.is_due("no help"):
+        if self.is_due("no help"):
             logger.warning(
                 "Deleting objects of tier %s has made no room for others: %s. Nothing more is "
                 "deleted for it; what is there is served. Fix: free space or inodes on its file "
                 "system, or raise the quota of user %d",
                 *(self._label, error, os.geteuid()),
             )
-
-    def bad_object(self, result: Result, file: str) -> None:
-        self._rare.bad_object(self._label, result, file)
 
 
 def open_ours(path: str, uid: int = -1, *, make: bool = False) -> tuple[int, int]:

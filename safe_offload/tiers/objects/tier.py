@@ -77,7 +77,7 @@ class ObjectTier:
         self._store = open_store(config)
         self._facts = {} if facts is None else facts
         self._seal = seal
-        self._log = RareLog()
+        self._log = RareLog(self.label)
         self._connections = _Connections(config.num_connections)
         self._looks = asyncio.Semaphore(config.num_connections)
         self._knows_create = True
@@ -178,7 +178,7 @@ class ObjectTier:
     async def _reject(self, name: Name, result: Result) -> Result:
         """Delete an object that cannot be used; return what is wrong with it."""
         self._seen.pop(name, None)
-        self._log.bad_object(self.label, result, _path_of(name))
+        self._log.bad_object(result, _path_of(name))
         try:
             await self._request("delete", self._store.delete_async(_path_of(name)))
         except StoreError:

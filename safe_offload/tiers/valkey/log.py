@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from safe_offload.tiers.base import Result
 from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.valkey.commands import READING, SLOTS, WITH_TTL, WRITING, allowing
 from safe_offload.tiers.valkey.names import ALL_KEYS
@@ -36,12 +35,8 @@ _FIXES: Final = {
 }
 
 
-class ServerLog:
+class ServerLog(RareLog):
     """Says what went wrong with a tier."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._rare = RareLog()
 
     def password_in_url(self) -> None:
         """The password is where others can see it."""
@@ -53,15 +48,11 @@ class ServerLog:
 
     def failure(self, error: OSError) -> None:
         """A server cannot be used, or its connection was lost."""
-        if self._rare.is_due(str(error)[:80]):
+        if self.is_due(str(error)[:80]):
             logger.warning("Tier %s failed to use its server: %s.", self._label, error)
 
     def refusal(self, code: str) -> None:
         """A server has answered an error."""
-        if self._rare.is_due(code):
+        if self.is_due(code):
             fix = _FIXES.get(code, "Look at its log")
             logger.warning("The server of tier %s answers %s. %s.", self._label, code, fix)
-
-    def bad_object(self, result: Result, key: bytes) -> None:
-        """An object is not what it should be."""
-        self._rare.bad_object(self._label, result, key.decode())

@@ -244,7 +244,7 @@ class ValkeyTier:
         if problem.code == "ASK":  # its slot is on the way to another server
             return Result.ABSENT
         if problem.code == "WRONGTYPE":
-            self._log.bad_object(Result.UNREADABLE, batch.keys[index])
+            self._log.bad_object(Result.UNREADABLE, batch.keys[index].decode())
             self._bad_names.add(batch.names[index])
             return Result.UNREADABLE
         self._log.refusal(problem.code)
@@ -257,7 +257,7 @@ class ValkeyTier:
         keys = [batch.keys[index] for index in batch.bad]
         answers = await self._ask(keys, [command(*_DEL, key) for key in keys])
         for index, answer in zip(batch.bad, answers, strict=True):
-            self._log.bad_object(batch.results[index], batch.keys[index])
+            self._log.bad_object(batch.results[index], batch.keys[index].decode())
             if not isinstance(answer, int):
                 self._bad_names.add(batch.names[index])
 
