@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safe_offload.worker.memory.host_memory import available_host_bytes
-from safe_offload.worker.memory.placement import cores_of
+from safe_offload.worker.memory.host_memory import available_host_bytes, read_text
+from safe_offload.worker.memory.placement import cores_of, numbers_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _read_nodes(system: Path) -> dict[int, NumaNode]:
 def _kib_values(path: Path, skip: int = 0) -> dict[str, int]:
     """Return the `name: number kB` lines of a file, without the first `skip` words of each."""
     values: dict[str, int] = {}
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         words = line.split()[skip:]
         if len(words) > 1 and words[1].isdigit():
             values[words[0].rstrip(":")] = int(words[1])
@@ -97,21 +97,10 @@ def _kib_values(path: Path, skip: int = 0) -> dict[str, int]:
 
 
 def _chosen(path: Path) -> str:
-    match = re.search(r"\[(\S+)\]", _read(path))
+    match = re.search(r"\[(\S+)\]", read_text(path))
     return match[1] if match else ""
 
 
 def _allowed_nodes(path: Path) -> frozenset[int]:
-    match = re.search(r"^Mems_allowed_list:\s*(\S+)", _read(path), re.MULTILINE)
-    nodes: set[int] = set()
-    for part in match[1].split(",") if match else ():
-        first, _, last = part.partition("-")
-        nodes.update(range(int(first), int(last or first) + 1))
-    return frozenset(nodes)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    match = re.search(r"^Mems_allowed_list:\s*(\S+)", read_text(path), re.MULTILINE)
+    return frozenset(numbers_in(match[1]) if match else ())

@@ -196,7 +196,7 @@ def _memory_cgroups(cgroup_path: Path, cgroup_root: Path) -> Iterator[tuple[Path
 
     A container may lack folders of the path; its own limit is at the root of its mount.
     """
-    for line in _read_text(cgroup_path).splitlines():
+    for line in read_text(cgroup_path).splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
@@ -233,7 +233,8 @@ def _cgroup_left_bytes(folder: Path, *, is_version_2: bool) -> int | None:
     return max(0, min(limits_bytes) - max(0, usage_bytes - cache_bytes))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return what the kernel says in a file; empty if there is none."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -242,12 +243,12 @@ def _read_text(path: Path) -> str:
 
 def _read_int(path: Path) -> int | None:
     """Return the one number in a file, or None (no such file, or the word "max")."""
-    return _number(_read_text(path).strip())
+    return _number(read_text(path).strip())
 
 
 def _stat_values(path: Path) -> dict[str, int]:
     """Return the `name number` lines of a kernel statistics file."""
-    lines = (line.split() for line in _read_text(path).splitlines())
+    lines = (line.split() for line in read_text(path).splitlines())
     values = {fields[0]: _number(fields[1]) for fields in lines if len(fields) > 1}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -31,12 +31,16 @@ def numa_node_of(pci_address: str, system: Path = SYSTEM) -> int | None:
 
 def cores_of(node: int, system: Path = SYSTEM) -> set[int]:
     """Return the cores of a NUMA node; raises OSError or ValueError if the system does not tell."""
-    cores: set[int] = set()
-    listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    return numbers_in((system / f"devices/system/node/node{node}/cpulist").read_text().strip())
+
+
+def numbers_in(listed: str) -> set[int]:
+    """Return the numbers of a list as the kernel writes it, such as "0-3,8"; raises ValueError."""
+    numbers: set[int] = set()
     for part in filter(None, listed.split(",")):
         first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def move_thread_to(node: int, system: Path = SYSTEM) -> str:
