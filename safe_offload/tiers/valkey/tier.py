@@ -294,7 +294,7 @@ class ValkeyTier:
         async def ask(index: int) -> Awaitable[list[Line]]:
             name, slot = batch.names[index], batch.slots[index]
             header = await self._seal.header_async(name, slot)
-            return wire.tell(self._set_command(batch.keys[index], header, slot))
+            return wire.ask_lines(self._set_command(batch.keys[index], header, slot), 1)
 
         async def judge(index: int, reply: list[Line]) -> Result:
             if isinstance(reply[0], ErrorReply):

@@ -72,10 +72,16 @@ class Wire(asyncio.BufferedProtocol):
 
     # ---- asking -------------------------------------------------------------------------------
 
-    def ask_lines(self, command: Iterable[bytes], count: int) -> asyncio.Future[list[Line]]:
-        """Send commands that are answered by `count` replies of one line each."""
+    def ask_lines(
+        self, pieces: Iterable[bytes | memoryview], count: int
+    ) -> asyncio.Future[list[Line]]:
+        """Send commands that are answered by `count` replies of one line each.
+
+        Their pieces, which are not joined first, are read until the replies have come, or until the
+        connection is aborted.
+        """
         want = Lines(self._loop, count)
-        self._ask(command, want)
+        self._ask(pieces, want)
         return want.future
 
     def ask_value(
@@ -103,15 +109,6 @@ class Wire(asyncio.BufferedProtocol):
         """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
         want = AnyReply(self._loop, keep, text_bytes_max)
         self._ask(command, want)
-        return want.future
-
-    def tell(self, pieces: Sequence[bytes | memoryview]) -> asyncio.Future[list[Line]]:
-        """Send one command that is answered by one line; its pieces are not joined first.
-
-        They are read until the reply has come, or until the connection is aborted.
-        """
-        want = Lines(self._loop, 1)
-        self._ask(pieces, want)
         return want.future
 
     def abort(self, error: WireError | None = None) -> None:
