@@ -21,16 +21,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
-import numpy.typing as npt
-
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
 from safe_offload.worker.copies.threads import DirectionThreads
-from safe_offload.worker.memory.checksums import SlotChecksums
+from safe_offload.worker.memory.checksums import slot_checksums
 from safe_offload.worker.memory.first_touch import FirstTouch, Touch
 from safe_offload.worker.memory.host_memory import HostMemory
 
@@ -84,7 +81,7 @@ class CpuBackend:
         self.host = host
         self._threads = threads
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
-        self._checksums = SlotChecksums(host.tensor.numpy(), layout)
+        self.checksums = functools.partial(slot_checksums, host.tensor.numpy().data, layout)
         self._moves = {CopyPath.BATCH: find_move(), CopyPath.EACH: move_each}
         if self._moves[CopyPath.BATCH] is move_each:
             del self._moves[CopyPath.BATCH]
@@ -128,9 +125,6 @@ class CpuBackend:
         except FutureCancelledError:  # not asyncio's: they are two classes
             pass
         return True
-
-    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        return self._checksums.of(slot_ids)
 
     def end_copies(self) -> None:
         self._threads.close()

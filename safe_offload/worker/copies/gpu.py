@@ -8,6 +8,7 @@ driver, in pieces, and waits for their ends.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -17,7 +18,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
@@ -29,7 +29,7 @@ from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.lane import GpuCompletion, Lane
 from safe_offload.worker.copies.ranges import RangeTable, Runs
 from safe_offload.worker.copies.row_kernel import RowArguments
-from safe_offload.worker.memory.checksums import SlotChecksums
+from safe_offload.worker.memory.checksums import slot_checksums
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.page_lock import PageLock
 
@@ -76,7 +76,7 @@ class GpuBackend:
         self._layout = layout
         self.host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
-        self._checksums = SlotChecksums(host.tensor.numpy(), layout)
+        self.checksums = functools.partial(slot_checksums, host.tensor.numpy().data, layout)
         self._prefers_kernel = path is CopyPath.KERNEL
         self._is_closed = False
         self._lock = PageLock(device, host.tensor.data_ptr(), layout)
@@ -143,9 +143,6 @@ class GpuBackend:
         if completion.event is not None:
             self._device.compute_stream().wait_event(completion.event)
         return True
-
-    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        return self._checksums.of(slot_ids)
 
     def end_copies(self) -> None:
         """See `Backend.end_copies`; what has been issued is done."""
