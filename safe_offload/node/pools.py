@@ -60,7 +60,6 @@ class RankFile:
 
     Attributes:
         mapping: its slots, and their checksums (`checksum_table`).
-        is_new: it was made just now.
         locks: on the pool's table; the token is held until they are closed.
     """
 

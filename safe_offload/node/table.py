@@ -50,11 +50,7 @@ Slots = npt.NDArray[np.int64]
 class Table:
     """The table of one pool, mapped by one engine (or by nobody who writes: `engine` is -1).
 
-    Args:
-        path: of its file, see `make`.
-
     Attributes:
-        engine: which of the engines this one is.
         words, hashes, generations: by slot; written by the owner.
         bad: by slot, 1 if the memory under it is not to be trusted; any engine writes it.
         touched: likewise, 1 if an engine that does not own it has used it.

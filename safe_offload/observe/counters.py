@@ -29,7 +29,6 @@ class Series(str):
 
     Attributes:
         metric: the metric's name, without the prefix.
-        doc: its help text.
         labels: tell series of one metric apart.
         buckets: upper bounds of a histogram's; a value that equals one is in it.
     """

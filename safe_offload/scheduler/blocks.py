@@ -64,8 +64,6 @@ class Home:
 
     Attributes:
         tables: vLLM's tables of one KV cache group, by request id.
-        request_id: whose table it is.
-        table: the list itself.
     """
 
     tables: Mapping[str, Any]
@@ -105,9 +103,6 @@ class BlockSet:
     """GPU blocks of one KV cache group that a store reads, as they were when they were found.
 
     Attributes:
-        group_idx: the group.
-        blocks: vLLM's block objects.
-        hash_objects: the hash object of each.
         hashes: of each, without its group: what its bytes are found under.
         more_keys: by its hash, what else a block is known under; most have one hash.
         homes: the block tables that they are in, if none of the blocks can leave them before the

@@ -29,8 +29,6 @@ class GroupGeometry:
         group_ids: KV cache groups that are stored.
         group_block_sizes: tokens of a block, for each group.
         is_plain: there is nothing but one group of full attention.
-        has_states: there are Mamba states.
-        ends_inside_blocks: hits may end inside a block.
         retention_interval: see `cache_hits.retention_interval`.
     """
 

@@ -99,10 +99,7 @@ class Load(Pending):
     """A load; requests that want the same may wait for it.
 
     Attributes:
-        transfer: what the workers copy.
-        lease: the slots it reads.
         owner: the request that waits for it.
-        num_tokens: that it brings.
         hashes: of the owner's blocks, from its first token on.
         first_hash, end_hash: which of these blocks it brings.
         has_ended: every rank has reported it, or it was given up.
@@ -143,7 +140,6 @@ class Part:
     """What a store keeps of one KV cache group.
 
     Attributes:
-        blocks: that it reads.
         lease: the slots that it writes, one for each of them.
         owners: the requests whose prefixes they extend, with how many of the blocks, in the order
             of these; the rest belongs to none.
@@ -194,8 +190,6 @@ class TierPending(Pending):
     """A fetch or a spill.
 
     Attributes:
-        message: what the workers are told.
-        lease: its slots.
         missing: places in its keys that some rank could not fetch, or not spill.
     """
 
@@ -215,7 +209,6 @@ class Course:
 
     Attributes:
         tier: the farthest that something comes from, counted from 1.
-        num_slots: that it fills.
         num_left: fetches of it that have not ended.
         is_whole: nothing of it was missing.
         sent_s: when the plan was made that names it.

@@ -106,15 +106,11 @@ class Statistics:
 
     Attributes:
         requests: that vLLM has not finished.
-        leases: that are held.
-        stores: in flight.
         unplanned_parts: of stores that no plan names yet and that the next must name.
         store_blocks: that count against the bound of all stores.
-        loads: in flight.
         holders: requests that hold GPU blocks for a load.
         is_disabled: it only finishes what is in flight.
         contained_errors: since counts were taken last.
-        lookups, fetches, spills: of tiers.
     """
 
     requests: int
@@ -139,7 +135,6 @@ class Planner(SchedulerSide):
     which are public, and each of which changes only its own.
 
     Args:
-        hits: what the host holds, nothing yet.
         tiered_hits: needed where there are tiers.
     """
 

@@ -60,8 +60,6 @@ class RequestState:
     """One request. Its state is what follows `limits`; only the methods here change it.
 
     Attributes:
-        request: vLLM's object.
-        limits: what its client allows, and asks for.
         num_loads: loads that not all ranks have reported, or whose failure is not announced.
         is_failing: a plan has announced that its load failed, and the workers' echo, which alone
             may end its wait, has not come back.

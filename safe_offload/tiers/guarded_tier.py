@@ -65,7 +65,6 @@ class GuardedTier:
     Args:
         tier: is closed by `close`.
         namespace_of: from the generation of a message to the namespace of this rank's objects.
-        slot_bytes: of an object.
         write_bytes_per_s: of this rank; None for no limit.
         chance: from 0 to 1, for the lengths of pauses.
     """

@@ -27,7 +27,6 @@ class TieredProbe:
     Args:
         guarded_tiers: the tiers, nearest first.
         keys: group and hash of each block.
-        generation: see `Probe`.
         late: gets the tasks that go on when this has ended; they take themselves out.
 
     Attributes:

@@ -71,7 +71,6 @@ class Opened:
         share: which part of each store is this rank's.
         pool: where other engines keep their slots, too.
         storage: of the KV cache; it must stay for as long as something may be copied.
-        tiers: below the host memory.
     """
 
     transfers: Transfers

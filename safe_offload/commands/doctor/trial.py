@@ -37,8 +37,7 @@ class Trial:
     """What the trial of one device found.
 
     Attributes:
-        passed: ways to copy that passed the self-test.
-        problems: of the ways that did not.
+        problems: of the ways to copy that did not pass the self-test.
         is_pageable: the driver of a GPU did not page-lock host memory.
         failure: why there was no test; empty if there was one.
     """

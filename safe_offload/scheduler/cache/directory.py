@@ -60,7 +60,6 @@ class Directory:
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
-        num_groups: KV cache groups.
         events: told what begins to be stored, can be found, and no longer can.
 
     Attributes:
@@ -102,8 +101,6 @@ class Directory:
         """Leased slots are being filled: nothing else need store this, and it is not found yet.
 
         Args:
-            slots: one for each block.
-            group_idx: KV cache group of all the blocks.
             hashes: of the blocks, none of them in the group's table.
             more_keys: by such a hash, what else the block is known under.
         """

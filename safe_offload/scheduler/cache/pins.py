@@ -28,10 +28,8 @@ class Pin:
 
     Attributes:
         key: the last hash of what is pinned of the prompt.
-        lease: of its slots.
         pin_s: how long it lasts after its last use.
         until_s: when it ends; never while it is used, from the first plan on.
-        num_users: requests that use it now.
     """
 
     def __init__(self, key: bytes, lease: Lease, pin_s: float) -> None:
@@ -103,7 +101,6 @@ class Pins:
         """Pin slots; False, and nothing has changed, if there are too many pins.
 
         Args:
-            key: see `Pin`.
             slots: that hold something, or are being filled.
             pin_s: how long; if they are pinned, the longer time counts.
         """

@@ -291,7 +291,6 @@ class TierCosts:
     after their last report.
 
     Args:
-        costs: of what computing and loading take.
         num_tiers: the nearest first; a fetch counts for the farthest that it comes from.
     """
 
@@ -329,8 +328,6 @@ class TierCosts:
         """Whether slots are sure to be filled while a request may wait in vain.
 
         Args:
-            offer: what they bring.
-            num_slots: to be filled.
             tier: the farthest that they come from.
             waited_s: by the request until now.
         """
@@ -359,7 +356,6 @@ class TierCosts:
         stalls, the request takes little longer than without it.
 
         Args:
-            offer: what the tier could bring.
             share: the part of it that has come.
 
         Returns:
@@ -393,7 +389,6 @@ class StepWatch:
     between them says nothing. One step is timed at a time.
 
     Args:
-        costs: where it is noted.
         num_in_flight: steps that the engine has in flight while it is busy.
         num_decode_tokens_max: of a request in a step that computes no prompt of it.
     """

@@ -21,16 +21,7 @@ class TierContext:
     """The rest of the scheduler side as tiers see it, and what is configured.
 
     Attributes:
-        hits: what the host has.
-        gpu: what vLLM's own cache has.
-        leases: where slots come from and are protected.
-        loads: from the host.
-        transfer_ids: never gives the same twice.
-        costs: of computing and loading.
-        counters: what happens is counted here.
         configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
-        num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
         new_generation: see `Generation`.
         tells_media_ids: see `PrivateBlocks`.
     """

@@ -71,8 +71,6 @@ class Fetches:
 
         Args:
             stages: of no more than `num_slots_left` blocks, each in the order of their tokens.
-            user: that waits for them.
-            generation: see `Generation`.
         """
         num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)

@@ -59,7 +59,6 @@ class LookUp:
     """What one request does with tiers over its life; changed by `LookUps` only.
 
     Attributes:
-        user: the request.
         number: those of earlier requests are lower.
         is_asked: vLLM has asked about the request since the look-up began.
         is_trial: it goes on although it is not expected to pay: a hint asks for it, or it measures
@@ -71,7 +70,6 @@ class LookUp:
         asked_s: when vLLM asked last, while the request waits; else None.
         last_gap_s: from the question before that to it; 0 at first.
         wait_max_s: of the tiers that are waited for.
-        probes: sent for it.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
         brought: fetches that a hit has been found after.
         starts: for each of them, up to which token a request can go without it and what follows.
@@ -152,11 +150,6 @@ class LookUps:
     Its state, which nothing else changes: the look-ups by request, how many there have been, and
     those for which it is to be decided what to fetch.
 
-    Args:
-        context, costs: of the tiers.
-        private: what no tier is asked for.
-        probes, fetches: where tiers are asked, and what they bring.
-
     Attributes:
         wanting: read only outside.
     """
@@ -200,10 +193,8 @@ class LookUps:
         first_token = self.first_missing(user, num_computed_tokens, end_max)
         num_tokens = end_max - first_token
         offer = Offer(num_tokens, user.request.num_tokens - end_max)
-        is_trial, num_blocks = (
-            user.limits.is_fetched,
-            self._hits.geometry.num_blocks_held(num_tokens),
-        )
+        is_trial = user.limits.is_fetched
+        num_blocks = self._hits.geometry.num_blocks_held(num_tokens)
         if not (is_trial or self._costs.probe_pays(offer, num_blocks)):
             is_trial = self._costs.tries_all_the_same()
             if not is_trial:
@@ -235,10 +226,8 @@ class LookUps:
         if num_computed_tokens >= end_max:
             return wanted, is_fetched
         for group_idx in hits.geometry.group_ids:
-            size, table = (
-                hits.geometry.group_block_sizes[group_idx],
-                hits.directory.tables[group_idx],
-            )
+            size = hits.geometry.group_block_sizes[group_idx]
+            table = hits.directory.tables[group_idx]
             span = slice(num_computed_tokens // size, end_max // size)
             hashes = hits.geometry.hashes_of(user.request, group_idx)[span]
             wanted[group_idx] = [h for h in hashes if h not in table and h not in private]

@@ -29,8 +29,6 @@ class PrivateBlocks:
     sweep.
 
     Args:
-        hits: what the host has.
-        gpu: what vLLM's own cache has.
         tells_media_ids: ids of media that look like a hash of content are (`media_ids`).
         vouches_for_adapters: the operator does, with `model_version`.
 

@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 
 class Promotions:
-    """Begins fetches; it keeps nothing from one step to the next.
-
-    Args:
-        context, costs: of the tiers.
-        tiered_hits: how far tiers can bring a request.
-        lookups: of requests.
-        fetches: where they begin.
-    """
+    """Begins fetches; it keeps nothing from one step to the next."""
 
     def __init__(
         self,

@@ -43,12 +43,11 @@ class Spills:
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
-        Args:
-            context: of the tiers.
-            private: hashes of blocks that are never spilled.
+    Args:
+        private: hashes of blocks that are never spilled.
 
-        Attributes:
-            looks: in each plan it is looked at what is evicted next, or has been hit.
+    Attributes:
+        looks: in each plan it is looked at what is evicted next, or has been hit.
     """
 
     def __init__(self, context: TierContext, private: Set[bytes]) -> None:

@@ -96,13 +96,7 @@ class _HostOrTiers:
 
 
 class TieredHits:
-    """Finds tiered hits; it keeps nothing from one search to the next.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
-        hits: what the host has, and how the KV cache is cut.
-    """
+    """Finds tiered hits; it keeps nothing from one search to the next."""
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hits: HostHits
@@ -111,9 +105,6 @@ class TieredHits:
         self._finder = _HostOrTiers(hits.directory)
         pool = FoundAsBlocks(self._finder, hits.geometry.hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
-
-    def __repr__(self) -> str:
-        return f"TieredHits({self._hits!r})"
 
     def find(
         self,
@@ -133,14 +124,12 @@ class TieredHits:
         self._finder.present = present
         by_group: tuple[list[Any], ...]
         if hits.geometry.is_plain:
-            run = self._finder.find_run(
-                0, remaining[: num_tokens_max // hits.geometry.hash_block_size]
-            )
-            by_group, num_tokens = (run,), len(run) * hits.geometry.hash_block_size
+            size = hits.geometry.hash_block_size
+            run = self._finder.find_run(0, remaining[: num_tokens_max // size])
+            by_group, num_tokens = (run,), len(run) * size
         else:
-            by_group, num_tokens = self._coordinator.find_longest_cache_hit(
-                remaining, num_tokens_max
-            )[:2]
+            found = self._coordinator.find_longest_cache_hit(remaining, num_tokens_max)
+            by_group, num_tokens = found[:2]
         if not 0 < num_tokens <= num_tokens_max:
             return None
         in_tiers: list[TierBlock] = []

@@ -62,10 +62,6 @@ class Tiers:
     Its own state, which nothing else changes: what has ended since the last plan, and when there
     was news of a transfer last.
 
-    Args:
-        tiered_hits: how far tiers can bring a request.
-        context: what all parts need.
-
     Attributes:
         plan_again_s: when to plan even without `has_to_plan`, to see what is stuck.
     """
@@ -92,6 +88,7 @@ class Tiers:
         # What vLLM says of a request goes straight to the look-ups.
         self.waits, self.matched = self.lookups.waits, self.lookups.matched
         self.scheduled, self.end = self.lookups.scheduled, self.lookups.end
+        self.check_invariants = self.fetches.check_invariants
         self.private_requests, self.note_private = self.private.noted, self.private.note
         self._answered: list[PendingProbe] = []
         self._fetched: list[Course] = []
@@ -266,7 +263,3 @@ class Tiers:
             "spills_in_flight": len(self.spills),
             **self.costs.gauges(self._slot_bytes),
         }
-
-    def check_invariants(self) -> None:
-        """See `Fetches.check_invariants`."""
-        self.fetches.check_invariants()

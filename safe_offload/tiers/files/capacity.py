@@ -261,7 +261,6 @@ def keep(
         is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
         to_bytes: evict until no more than that is there.
         used_before_ns: evict what was last used before that, in any case.
-        shares: see `CapacityShare`.
 
     Returns:
         What was done; None if another process is at it.

@@ -96,8 +96,6 @@ def open_our_root(path: str, uid: int, *, make: bool = False) -> int:
 
     Args:
         path: absolute; links on the way are followed if they are safe.
-        uid: ours.
-        make: make what is missing.
 
     Raises:
         NotOursError: of something on the way that is not safe.

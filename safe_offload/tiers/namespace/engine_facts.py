@@ -186,7 +186,6 @@ class EngineFacts(NamedTuple):
     """What a configuration and an environment say.
 
     Attributes:
-        facts: by name.
         files: of this machine, by the fields that name them: what is in them counts.
         unclear: fields whose values cannot be compared with another process's.
     """

@@ -36,7 +36,6 @@ class KeptDigests:
 
     Args:
         directory: made if it is missing, and used if only we can write it.
-        root: the folder.
         cancelled: asked while another process has the lock.
     """
 

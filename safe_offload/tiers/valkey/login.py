@@ -45,7 +45,6 @@ class LoginError(ConnectionError):
     """A server cannot be used. There is no secret in it.
 
     Attributes:
-        problem: what is wrong.
         fix: what to do, as a sentence without its full stop; empty if that is not known.
     """
 
@@ -206,11 +205,7 @@ def _reason(error: BaseException) -> str:
 
 
 def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
-    """Return why a server cannot be used, and the fix; never what the server wrote.
-
-    Args:
-        server: what it is called.
-    """
+    """Return why a server cannot be used, and the fix; never what the server wrote."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return LoginError(
             f"the certificate of {server} is refused: {error.verify_message.rstrip('.')}",

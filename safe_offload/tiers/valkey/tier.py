@@ -398,7 +398,6 @@ class _Batch(Batch):
 
     Attributes:
         left: what no server was asked for yet, or is on another server than was thought.
-        keys: of the objects.
         sizes: in bytes, with their headers.
         bad: what is to be deleted.
     """

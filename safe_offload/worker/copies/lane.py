@@ -83,8 +83,6 @@ class Lane:
     """The copies of one direction: a stream, a thread that feeds it, one that waits for each end.
 
     Args:
-        device: that the stream is of.
-        name: of its threads.
         changed: shared with the other lane; guards the queues of both.
         first: the lane whose copies are given before those of this one that nothing waits for.
     """

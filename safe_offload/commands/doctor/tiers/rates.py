@@ -65,7 +65,6 @@ def try_rates(
 
     Args:
         places: from a namespace to where its objects and its description are.
-        delete: deletes what is in one place.
     """
     tier, namespace_of = open_tier(config, OBJECT_BYTES, trial_facts())
     space = namespace_of("")
