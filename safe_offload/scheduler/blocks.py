@@ -27,18 +27,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 
 from safe_offload.scheduler.cache.directory import Key
 
-__all__ = [
-    "BlockSet",
-    "GpuBlocks",
-    "Home",
-    "QueuePlace",
-    "block_hash_of",
-    "find_more_keys",
-    "get_block_hash",
-    "get_group_id",
-    "hashes_of",
-    "missing_blocks",
-]
+__all__ = ["get_block_hash", "get_group_id"]  # from here, beside what is defined here
 
 # The slot behind the property: thousands are read in one step, and a property is a Python call.
 _HASH_FIELD = "_block_hash" if hasattr(KVCacheBlock, "_block_hash") else "block_hash"

@@ -8,7 +8,6 @@ from this engine's lots only. And what it stores is published in the table, too.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -23,8 +22,6 @@ from safe_offload.scheduler.cache.slots import SlotPool
 
 if TYPE_CHECKING:
     from safe_offload.node.table import Slots, Table
-
-logger = logging.getLogger(f"vllm.{__name__}")
 
 LOOKS_MAX = 4096
 """Changed slots that are looked at in one step: a few milliseconds."""
