@@ -93,12 +93,9 @@ class ModelLoads:
         for model_class, _ in getattr(utils, "_MODEL_ARCH_BY_HASH", {}).values():
             wrap(model_class, "load_weights", self._counted)
 
-    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count = next(self._numbers)
-            return original(*args, **kwargs)
-
-        return counted
+    def _counted(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.count = next(self._numbers)
+        return original(*args, **kwargs)
 
 
 MODEL_LOADS: Final = ModelLoads()
@@ -124,24 +121,26 @@ def watch() -> None:
 
 
 def _watched(
-    argument: str, cause_of: Callable[[Any, Any], str | None], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a call that resets what is ours when it has ended, well or not."""
-
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        connectors = _connectors_of(self)
-        subject = args[0] if args else kwargs.get(argument)
-        causes = [cause_of(connector, subject) for connector in connectors]
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for connector, cause in zip(connectors, causes, strict=True):
-                if cause is not None:
-                    connector.weights_changed(cause)
-            if any(causes):
-                _try_to_forget_embeddings(self)
-
-    return watched
+    argument: str,
+    cause_of: Callable[[Any, Any], str | None],
+    original: Callable[..., Any],
+    engine_core: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Make a call, and reset what is ours when it has ended, well or not."""
+    connectors = _connectors_of(engine_core)
+    subject = args[0] if args else kwargs.get(argument)
+    causes = [cause_of(connector, subject) for connector in connectors]
+    try:
+        return original(engine_core, *args, **kwargs)
+    finally:
+        for connector, cause in zip(connectors, causes, strict=True):
+            if cause is not None:
+                connector.weights_changed(cause)
+        if any(causes):
+            _try_to_forget_embeddings(engine_core)
 
 
 def _connectors_of(engine_core: Any) -> list[Any]:
@@ -174,10 +173,6 @@ def _cause_of_adding(connector: Any, adapter: Any) -> str | None:
     return "a LoRA adapter was loaded again" if connector.adapters.loads(adapter) else None
 
 
-def _cause_of_removing(_: Any, __: Any) -> str | None:
-    return "a LoRA adapter was removed, and is read again when it is needed"
-
-
 def _cause_of_sleep(_: Any, level: Any) -> str | None:
     return None if level in (None, 0, 1) else f"sleep of level {level}"
 
@@ -185,7 +180,10 @@ def _cause_of_sleep(_: Any, level: Any) -> str | None:
 _CALLS: Final[dict[str, tuple[str, Callable[[Any, Any], str | None]]]] = {
     "collective_rpc": ("method", _cause_of_rpc),
     "add_lora": ("lora_request", _cause_of_adding),
-    "remove_lora": ("lora_id", _cause_of_removing),
+    "remove_lora": (
+        "lora_id",
+        lambda _, __: "a LoRA adapter was removed, and is read again when it is needed",
+    ),
     "sleep": ("level", _cause_of_sleep),
 }
 """Calls of EngineCore; of each the argument that tells, and why weights may be others after it."""

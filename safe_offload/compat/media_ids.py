@@ -39,21 +39,17 @@ def tells_content(identifier: str) -> bool:
 def wrap_hashes(inputs_class: Any) -> None:
     """Let vLLM's ProcessorInputs tell which ids it has made of content."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_mm_hashes(self: Any, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-            found: Mapping[str, list[str]] = original(self, *args, **kwargs)
-            given = self.mm_uuid_items or {}
-            told = {}
-            for modality, ids in found.items():
-                chosen = given.get(modality) or [None] * len(ids)
-                told[modality] = [
-                    ContentId(i) if own is None else i for i, own in zip(ids, chosen, strict=True)
-                ]
-            return told
+    def around(get: Callable[..., Any], inputs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        found: Mapping[str, list[str]] = get(inputs, *args, **kwargs)
+        given = inputs.mm_uuid_items or {}
+        told = {}
+        for modality, ids in found.items():
+            chosen = given.get(modality) or [None] * len(ids)
+            pairs = zip(ids, chosen, strict=True)
+            told[modality] = [ContentId(i) if own is None else i for i, own in pairs]
+        return told
 
-        return get_mm_hashes
-
-    wrap(inputs_class, _HASHES, make)
+    wrap(inputs_class, _HASHES, around)
 
 
 def wrap_requests(processor_class: Any) -> None:
@@ -62,21 +58,18 @@ def wrap_requests(processor_class: Any) -> None:
     Where encoders run elsewhere (`ec_transfer_config`), ids stay as both sides know them.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-            request = original(self, *args, **kwargs)
-            is_alone = self.vllm_config.ec_transfer_config is None
-            for feature in request.mm_features or ():
-                i = feature.identifier
-                is_false = is_alone and tells_content(i) and not isinstance(i, ContentId)
-                # Plain strings again: vLLM's messages take no others.
-                feature.identifier = CHOSEN + i if is_false else str(i)
-                feature.mm_hash = feature.mm_hash and str(feature.mm_hash)
-            return request
+    def around(process: Callable[..., Any], processor: Any, /, *args: Any, **kwargs: Any) -> Any:
+        request = process(processor, *args, **kwargs)
+        is_alone = processor.vllm_config.ec_transfer_config is None
+        for feature in request.mm_features or ():
+            i = feature.identifier
+            is_false = is_alone and tells_content(i) and not isinstance(i, ContentId)
+            # Plain strings again: vLLM's messages take no others.
+            feature.identifier = CHOSEN + i if is_false else str(i)
+            feature.mm_hash = feature.mm_hash and str(feature.mm_hash)
+        return request
 
-        return process_inputs
-
-    wrap(processor_class, _REQUESTS, make)
+    wrap(processor_class, _REQUESTS, around)
 
 
 def tells_media_ids(vllm_config: VllmConfig) -> bool:

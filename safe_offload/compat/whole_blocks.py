@@ -33,18 +33,15 @@ logger = logging.getLogger(f"vllm.{__name__}")
 def wrap_worker(worker_class: Any) -> None:
     """Let vLLM's workers name layouts with blocks in one piece first, if a setting asks for it."""
 
-    def make(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
-        def get_supported_kv_cache_layouts(self: Any) -> list[str]:
-            layouts = original(self)
-            try:
-                return _in_order(self.vllm_config, layouts)
-            except Exception:
-                logger.debug("The KV cache layout is left to vLLM", exc_info=True)
-                return layouts
+    def around(supported: Callable[[Any], list[str]], worker: Any) -> list[str]:
+        layouts = supported(worker)
+        try:
+            return _in_order(worker.vllm_config, layouts)
+        except Exception:
+            logger.debug("The KV cache layout is left to vLLM", exc_info=True)
+            return layouts
 
-        return get_supported_kv_cache_layouts
-
-    wrap(worker_class, "get_supported_kv_cache_layouts", make)
+    wrap(worker_class, "get_supported_kv_cache_layouts", around)
 
 
 def _in_order(vllm_config: Any, layouts: list[str]) -> list[str]:

@@ -15,11 +15,18 @@ _MARK: Final = "_safe_offload_wraps"
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replace a method by what `make` returns for it; nothing happens if that was done before."""
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `around` be called for a method, with the method itself before its arguments.
+
+    Nothing happens if that was done before.
+    """
     original = getattr(owner, name)
     if not is_wrapped(owner, name):
-        wrapper = functools.wraps(original)(make(original))
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
         setattr(wrapper, _MARK, True)
         setattr(owner, name, wrapper)
 

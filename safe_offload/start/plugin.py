@@ -106,14 +106,11 @@ def _wrap_kv_transfer_config() -> None:
     if is_wrapped(KVTransferConfig, "__post_init__"):
         return
 
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-            _check(settle, self)
-            original(self, *args, **kwargs)
+    def around(post_init: Callable[..., None], config: Any, /, *args: Any, **kwargs: Any) -> None:
+        _check(settle, config)
+        post_init(config, *args, **kwargs)
 
-        return post_init
-
-    wrap(KVTransferConfig, "__post_init__", make)
+    wrap(KVTransferConfig, "__post_init__", around)
     _complete_what_is_written(KVTransferConfig)
 
 
@@ -191,14 +188,11 @@ def _wrap_engine_arguments() -> None:
     if arguments is None:
         return
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _check(take_offloading_size, self)
-            _check(tell_of_lost_metrics, self)
-            config = original(self, *args, **kwargs)
-            _check(prepare_start, config)
-            return config
+    def around(create: Callable[..., Any], arguments: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _check(take_offloading_size, arguments)
+        _check(tell_of_lost_metrics, arguments)
+        config = create(arguments, *args, **kwargs)
+        _check(prepare_start, config)
+        return config
 
-        return create_engine_config
-
-    wrap(arguments.EngineArgs, "create_engine_config", make)
+    wrap(arguments.EngineArgs, "create_engine_config", around)
