@@ -21,7 +21,7 @@ import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any, Final
@@ -210,7 +210,7 @@ class Watch:
     last: Reading | None = None
     before: Reading | None = None
     problem: str = ""  # why the last attempt failed; empty if it did not
-    problem_since_s: float = field(default=0.0)
+    problem_since_s: float = 0.0
 
     def read(self) -> None:
         """Read once; only the first failure is raised, later ones are noted in `problem`."""
@@ -260,15 +260,11 @@ class View:
             return None
         return grown / max(self.now.at_s - self._before.at_s, 1e-9)
 
-    def counter(self, title: str, name: str, **labels: str) -> Row:
+    def counter(self, title: str, name: str, show: Show | None = None, **labels: str) -> Row:
         """Return the row of a counter."""
-        rate = _unless(self.rate(name, **labels), lambda number: f"{_number(number)}/s")
-        return title, _number(self.now.total(name, **labels)), rate
-
-    def bytes(self, title: str, name: str, **labels: str) -> Row:
-        """Return the row of a counter of bytes."""
-        rate = _unless(self.rate(name, **labels), lambda r: f"{format_bytes(int(r))}/s")
-        return title, format_bytes(int(self.now.total(name, **labels))), rate
+        show, rate = show or _number, self.rate(name, **labels)
+        growth = NOTHING if rate is None else f"{show(rate)}/s"
+        return title, show(self.now.total(name, **labels)), growth
 
     def mean(self, title: str, name: str, show: Show, **labels: str) -> Row:
         """Return the row of the mean of a histogram."""
@@ -287,7 +283,7 @@ class View:
         indent = " " * (len(title) - len(title.lstrip()) + 2)
         series = self.now.by(name, *by, **having)
         rows = [(f"{indent}{what}", _number(count), "") for what, count in series.items()]
-        return [self.counter(title, name, **having), *rows]
+        return [self.counter(title, name, None, **having), *rows]
 
 
 def worth(view: View) -> list[Row]:
@@ -298,11 +294,7 @@ def worth(view: View) -> list[Row]:
     return [
         view.share("prompt tokens from the host", "loaded_tokens_total", PROMPT_TOKENS, _percent),
         view.counter("tokens from the host", "loaded_tokens_total"),
-        (
-            "computing saved, at least",
-            _seconds(view.now.total("saved_seconds_total")),
-            _unless(view.rate("saved_seconds_total"), lambda s: f"{_seconds(s)}/s"),
-        ),
+        view.counter("computing saved, at least", "saved_seconds_total", _seconds),
         view.counter("hits", "hit_length_tokens_count"),
         view.mean("tokens of a hit", "hit_length_tokens", _number),
         view.mean("a request waits for a load", "load_wait_seconds", _seconds),
@@ -357,9 +349,9 @@ def size(view: View) -> list[Row]:
 def cost(view: View) -> list[Row]:
     """What does it cost?"""
     memory = view.now.info.get("memory", "")
-    rows: list[Row] = [("host memory", format_bytes(int(view.now.total("capacity_bytes"))), memory)]
+    rows: list[Row] = [("host memory", _bytes(view.now.total("capacity_bytes")), memory)]
     for direction in ("load", "store"):
-        rows.append(view.bytes(f"bytes of {direction}s", f"{direction}_bytes_total"))
+        rows.append(view.counter(f"bytes of {direction}s", f"{direction}_bytes_total", _bytes))
     for name, title in (
         ("transfer_seconds", "a {} copies"),
         ("transfer_wait_seconds", "a {} waits before it"),
@@ -380,9 +372,7 @@ def tiers(view: View) -> list[Row]:
         stored_bytes, capacity_bytes = (
             view.now.largest(f"tier_{what}_bytes", tier=tier) for what in ("stored", "capacity")
         )
-        used = format_bytes(int(stored_bytes))
-        if capacity_bytes:
-            used += f" of {format_bytes(int(capacity_bytes))}"
+        used = _bytes(stored_bytes) + (f" of {_bytes(capacity_bytes)}" if capacity_bytes else "")
         out = [
             f"not {done}"
             for operation, done in (("read", "read"), ("write", "written"))
@@ -392,8 +382,8 @@ def tiers(view: View) -> list[Row]:
         rows += [
             (f"tier {tier}", state, ""),
             ("  holds", used, _quotient(stored_bytes, capacity_bytes, _percent)),
-            view.bytes("  read", "tier_read_bytes_total", tier=tier),
-            view.bytes("  written", "tier_written_bytes_total", tier=tier),
+            view.counter("  read", "tier_read_bytes_total", _bytes, tier=tier),
+            view.counter("  written", "tier_written_bytes_total", _bytes, tier=tier),
             view.mean(
                 "  a fetch takes", "tier_call_seconds", _seconds, tier=tier, operation="fetch"
             ),
@@ -410,7 +400,7 @@ def tenants(view: View) -> list[Row]:
     rows: list[Row] = []
     for tenant in view.now.values_of("tenant"):
         used, guaranteed = (
-            format_bytes(int(view.now.total(f"tenant_{what}_bytes", tenant=tenant)))
+            _bytes(view.now.total(f"tenant_{what}_bytes", tenant=tenant))
             for what in ("used", "guaranteed")
         )
         rows.append((tenant, f"{used}, {guaranteed} guaranteed", ""))
@@ -533,8 +523,8 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 or not value else f"{value * 1000:.3g} ms"
 
 
-def _unless(value: float | None, show: Show) -> str:
-    return NOTHING if value is None else show(value)
+def _bytes(value: float) -> str:
+    return format_bytes(int(value))
 
 
 def _quotient(part: float | None, whole: float | None, show: Show) -> str:
