@@ -9,7 +9,6 @@ from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def variable_names() -> tuple[str, ...]:
@@ -37,8 +36,3 @@ def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str
             told.append(f"{getattr(layer, field, '')}")
         facts[name] = " ".join(told)
     return facts
-
-
-def group_facts(kv_cache_config: KVCacheConfig) -> list[str]:
-    """Return what each KV cache group keeps in a block."""
-    return [f"{group.kv_cache_spec!r}" for group in kv_cache_config.kv_cache_groups]

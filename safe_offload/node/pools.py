@@ -125,7 +125,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     last = pool_id + wanted.terms
     is_new = not path.exists()
     if is_new:
-        if table.has_contents:
+        if table.words.any():
             raise SharingError(f"{folder} has lost {path.name}; {_removal(folder)}")
         _make_file(path, size_bytes, last, wanted.check)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -105,11 +105,6 @@ class Table:
         self._at += _aligned(array.nbytes)
         return array
 
-    @property
-    def has_contents(self) -> bool:
-        """Whether some slot has ever held something."""
-        return bool(self.words.any())
-
     def __repr__(self) -> str:
         return f"<Table of {self.num_slots} slots, engine {self.engine}>"
 

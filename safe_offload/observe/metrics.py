@@ -211,7 +211,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        config = _config(self._kv_transfer_config)
+        extra = getattr(self._kv_transfer_config, "kv_connector_extra_config", None)
+        config = OffloadConfig.from_extra_config(extra, world_size=1)
         tiers = TIER_SERIES[: len(config.tiers)]
         counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
         self._counters = self._make_series(self._counter_cls, counters, "_total")
@@ -334,11 +335,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 return {}
             made[name] = self._per_engine(metric)
         return made
-
-
-def _config(transfer_config: Any) -> OffloadConfig:
-    extra = getattr(transfer_config, "kv_connector_extra_config", None)
-    return OffloadConfig.from_extra_config(extra, world_size=1)
 
 
 def _observe(metric: Any, cells: Mapping[int, tuple[int, float]]) -> None:

@@ -64,15 +64,9 @@ def error(id: str, found: str, expected: str, fix: str) -> Finding:
     return Finding(id, Severity.ERROR, found, expected, fix)
 
 
-def split_message(message: str) -> tuple[str, str]:
-    """Return what one of our own error messages says before and after the word Fix."""
-    found, _, fix = message.partition("Fix: ")
-    return found.strip().removesuffix("."), fix.strip().removesuffix(".")
-
-
 def refusal(id: str, message: str, expected: str, otherwise: str) -> Finding:
     """Return the error that a message of ours stands for; `otherwise` if it has no fix."""
-    found, fix = split_message(message)
+    found, _, fix = (part.strip().removesuffix(".") for part in message.partition("Fix: "))
     return error(id, found, expected, fix or otherwise)
 
 

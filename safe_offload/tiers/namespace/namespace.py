@@ -133,7 +133,7 @@ def namespace_facts_of(
         "model": facts["model_config.model"].strip('"'),
         "model_runner": "V2" if engine_config.uses_v2_model_runner(vllm_config) else "V1",
         "rank": f"{copy_rank}",
-        "groups": "; ".join(model_facts.group_facts(kv_cache_config)),
+        "groups": "; ".join(repr(each.kv_cache_spec) for each in kv_cache_config.kv_cache_groups),
         "block_sizes": f"{specs.resolve_block_sizes(kv_cache_config, vllm_config)}",
         "slot_bytes": f"{geometry.slot_bytes}",
         "layers": "; ".join(f"{name}: {attention[name]}" for name in names),

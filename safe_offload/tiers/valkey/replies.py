@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers
@@ -337,15 +337,13 @@ class AnyReply(Want):
             self._add(self._open.pop().elements)
 
 
+@dataclass(slots=True)
 class _OpenList:
     """A list that is coming: how many elements are to come, and those that are kept."""
 
-    __slots__ = ("elements", "num_kept", "num_missing")
-
-    def __init__(self, count: int, num_kept: int) -> None:
-        self.num_missing = count
-        self.num_kept = num_kept
-        self.elements: list[Tree] = []
+    num_missing: int
+    num_kept: int
+    elements: list[Tree] = field(default_factory=list)
 
 
 _FLAGS: Final[dict[bytes, Line]] = {b":0": 0, b":1": 1}

@@ -350,7 +350,9 @@ class ValkeyTier:
                 for node, positions in places.items():
                     indices = [left[position] for position in positions]
                     nodes.create_task(self._ask_node(node, indices, commands, answers))
-            left = [index for index in left if _is_moved(answers[index])]
+            left = [
+                i for i in left if isinstance(a := answers[i], ErrorReply) and a.code == "MOVED"
+            ]
             if is_last or not left:
                 break
             await self._refresh(version)
@@ -418,10 +420,6 @@ _Move = Callable[[_Batch, "deque[int]", Node, Wire], Awaitable[None]]
 
 _GET, _GETEX, _SET, _PEXPIRE, _DEL = map(words_of, (GET, GETEX, SET, PEXPIRE, DEL))
 _EXISTS: Final = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"
-
-
-def _is_moved(answer: Line | OSError) -> bool:
-    return isinstance(answer, ErrorReply) and answer.code == "MOVED"
 
 
 def _ttl_words(ttl_s: float | None) -> tuple[bytes, ...]:
