@@ -23,7 +23,7 @@ import numpy as np
 
 from safe_offload.errors import SharingError
 from safe_offload.node.locks import Locks
-from safe_offload.node.table import Table
+from safe_offload.node.table import Table, make_file
 
 BASE: Final = Path("/dev/shm")
 TABLE: Final = "table"
@@ -114,10 +114,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     if not table_path.exists():
         if any(folder.glob("rank*")):
             raise SharingError(f"{folder} has lost its table; {_removal(folder)}")
-        new = folder / "new"
-        new.unlink(missing_ok=True)
-        Table.make(str(new), wanted.num_slots, wanted.hash_bytes, secrets.token_bytes(16))
-        new.rename(table_path)
+        Table.make(table_path, wanted.num_slots, wanted.hash_bytes, secrets.token_bytes(16))
         (folder / ABOUT).write_text(wanted.about)
     table = Table(str(table_path))
     num_slots, pool_id = table.num_slots, table.pool_id
@@ -127,7 +124,10 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     if is_new:
         if table.words.any():
             raise SharingError(f"{folder} has lost {path.name}; {_removal(folder)}")
-        _make_file(path, size_bytes, last, wanted.check)
+        _require_room(path, size_bytes)
+        wanted.check(size_bytes)
+        # All of it now: a page that is missing later would end the process.
+        make_file(path, size_bytes, {size_bytes - LAST_BYTES: last})
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         is_right = os.fstat(fd).st_size == size_bytes
@@ -140,8 +140,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     return RankFile(mapping, num_slots, pool_id, is_new, table.locks, token)
 
 
-def _make_file(path: Path, size_bytes: int, last: bytes, check: Callable[[int], None]) -> None:
-    """Take all of the memory now: a page that is missing later would end the process."""
+def _require_room(path: Path, size_bytes: int) -> None:
     system = os.statvfs(path.parent)
     free_bytes = system.f_bavail * system.f_frsize
     if free_bytes < size_bytes:
@@ -151,19 +150,6 @@ def _make_file(path: Path, size_bytes: int, last: bytes, check: Callable[[int], 
             'remount,size=…), give a smaller "cpu_bytes_to_use", or remove pools that nobody uses '
             "(safe-offload cache ls node)"
         )
-    check(size_bytes)
-    new = path.with_name("new")
-    new.unlink(missing_ok=True)
-    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        os.pwrite(fd, last, size_bytes - LAST_BYTES)
-        new.rename(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
 
 
 def _own_folder(path: Path) -> Path:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -87,18 +88,12 @@ class Table:
         self._seen_dead: dict[int, float] = {}
 
     @staticmethod
-    def make(path: str, num_slots: int, hash_bytes: int, pool_id: bytes) -> None:
-        """Make an empty table; the caller sees to it that nobody opens it before."""
-        size_bytes = _size_of(num_slots, hash_bytes)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-            os.pwrite(fd, _HEADER.pack(MAGIC, pool_id, num_slots, hash_bytes), 0)
-            owners_at = HEADER_BYTES + _aligned(8 * ENGINES_MAX * (_TOKENS + TOKENS_MAX))
-            reserved = reserved_slots(num_slots) // lot_slots_of(num_slots)
-            os.pwrite(fd, b"\xff" * 8 * reserved, owners_at)
-        finally:
-            os.close(fd)
+    def make(path: Path, num_slots: int, hash_bytes: int, pool_id: bytes) -> None:
+        """Make an empty table."""
+        head = _HEADER.pack(MAGIC, pool_id, num_slots, hash_bytes)
+        owners_at = HEADER_BYTES + _aligned(8 * ENGINES_MAX * (_TOKENS + TOKENS_MAX))
+        reserved = b"\xff" * 8 * (reserved_slots(num_slots) // lot_slots_of(num_slots))
+        make_file(path, _size_of(num_slots, hash_bytes), {0: head, owners_at: reserved})
 
     def _array(self, kind: str, *shape: int) -> npt.NDArray[Any]:
         array = np.ndarray(shape, kind, self._mapping, self._at)
@@ -334,6 +329,27 @@ class Table:
     def condemn(self, slots: Slots) -> None:
         """Let no engine use these slots again."""
         self.bad[slots] = 1
+
+
+def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None:
+    """Make a file of memory that is all taken now; nobody finds it before it is whole.
+
+    Args:
+        content: by its place; the rest is zeros.
+    """
+    new = path.with_name("new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        for at, data in content.items():
+            os.pwrite(fd, data, at)
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
 
 
 def _listed(numbers: npt.NDArray[Any]) -> list[int]:
