@@ -89,7 +89,7 @@ class SchedulerSide(Side):
         """Forget what is stored."""
 
     def check_invariants(self) -> None:
-        """Compare all bookkeeping with itself."""
+        """Compare all bookkeeping with itself, between steps; an InvariantError if it differs."""
 
 
 class WorkerSide(Side):

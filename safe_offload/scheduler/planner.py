@@ -638,11 +638,6 @@ class Planner(SchedulerSide):
         return self._ranks.host_labels
 
     def check_invariants(self) -> None:
-        """Compare all bookkeeping with itself; call it between steps.
-
-        Raises:
-            InvariantError: a lease, a reference or a fence is wrong.
-        """
         self.leases.check_invariants()
         self.stores.check_invariants()
         self.tiers.check_invariants()

@@ -35,11 +35,7 @@ _STRANGE: Final = ErrorReply("ERR", "")
 
 
 class ValkeyStore(TierStore):
-    """A server or cluster.
-
-    Raises:
-        CacheError: it cannot be used, with the fix.
-    """
+    """A server or cluster; raises as `Client`."""
 
     def __init__(self, config: TierConfig) -> None:
         self._client = Client(config, TIMEOUT_S)

@@ -58,7 +58,6 @@ class ObjectTier:
 
     Args:
         config: of the tier; the store is not asked for anything before the tier is first used.
-        facts: what its namespaces are made of (naming.py), written down beside the objects.
 
     Raises:
         ConfigError: see `open_store`.

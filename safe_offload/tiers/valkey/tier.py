@@ -42,7 +42,6 @@ class ValkeyTier:
 
     Args:
         config: of the tier; nothing is asked of its server before it is first used.
-        facts: what its namespaces are made of (naming.py), written down beside the objects.
 
     Raises:
         ConfigError: certificates cannot be used.
