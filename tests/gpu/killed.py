@@ -20,7 +20,8 @@ from tests.gpu.steps import ROOT, Step, make_steps
 
 MIDDLE = re.compile(r"ready after|round \d|\d of \d")
 SHORT_S, LONG_S = 8.0, 40.0
-"""How long the middle is waited for: in steps that only collect tests, and in others, at most."""
+"""How long the middle is waited for: in steps that only collect tests, and in others, at most.
+Steps that take 10 s in all are killed with `--latest-s 5`."""
 BUDGET_S, POLL_S, ENDS_S = 36_000, 0.2, 120.0
 
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.killed", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="of the results")
     parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--latest-s", type=float, default=LONG_S, help="(%(default)s)")
     arguments = parser.parse_args()
     results = Results(arguments.folder.resolve())
     steps = make_steps(sys.executable)
@@ -38,7 +40,8 @@ def main() -> int:
     killed: dict[str, str] = {}
     while True:
         campaign = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        step = wait_for_middle(campaign, results, [one for one in steps if one.name not in killed])
+        left_over = [one for one in steps if one.name not in killed]
+        step = wait_for_middle(campaign, results, left_over, arguments.latest_s)
         if step is None:
             break
         started = descendants(campaign.pid)
@@ -58,7 +61,7 @@ def main() -> int:
 
 
 def wait_for_middle(
-    campaign: subprocess.Popen[bytes], results: Results, steps: list[Step]
+    campaign: subprocess.Popen[bytes], results: Results, steps: list[Step], latest_s: float
 ) -> Step | None:
     """Return a step that runs for the first time, when it is half-way; None at the end of all."""
     begin_s: dict[str, float] = {}
@@ -70,7 +73,7 @@ def wait_for_middle(
                 continue
             since_s = time.monotonic() - begin_s.setdefault(step.name, time.monotonic())
             is_middle = MIDDLE.search(read_end(results.of(step) / LOG))
-            if since_s > (SHORT_S if "--collect-only" in step.small else LONG_S) or is_middle:
+            if since_s > (SHORT_S if "--collect-only" in step.small else latest_s) or is_middle:
                 return step
     return None
 
