@@ -186,6 +186,7 @@ class GuidedPlanner(Planner):
         }
 
     def check_invariants(self) -> None:
+        """See `SchedulerSide`; also the pins."""
         super().check_invariants()
         self.pins.check_invariants()
 
