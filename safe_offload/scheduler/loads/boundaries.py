@@ -4,20 +4,21 @@ By default vLLM hashes of sliding windows and Mamba states what a hit at the end
 and at one boundary more, `Request.shared_prefix_boundary`: where the GPU has attention without gaps
 and no windows, so that prompts have parted there. What is hashed is stored, as everything is.
 The host knows more prompts than the GPU, and has room for more. So this moves the boundary of a
-request: to where the host saw prompts part, to where its load ends, and, where nothing is known, to
-one position after another of the prompt and of the answer.
+request: to where the host saw prompts part, to where its load ends, to where it leaves another that
+is here, for which it computes, and, where nothing is known, to one position after another of the
+prompt and of the answer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import cache_hits
 from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
+from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.pending import Load
     from safe_offload.scheduler.requests import RequestState
@@ -29,7 +30,9 @@ STEPS_PER_STATE = 2
 
 
 class Boundaries:
-    """Moves the boundaries of requests; it has no state of its own.
+    """Moves the boundaries of requests.
+
+    Its state: the last request that has each of some hashes, and those hashes by request.
 
     Args:
         coordinator: of vLLM, over any pool.
@@ -62,6 +65,38 @@ class Boundaries:
                 int(-(-num_tokens // geometry.alignment_tokens)) * geometry.alignment_tokens
             )
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
+        self._last: dict[bytes, RequestState] = {}
+        self._marks: dict[RequestState, list[bytes]] = {}
+
+    def see(self, state: RequestState) -> None:
+        """A request comes: note where it parts from the one here that it shares most with.
+
+        Hashes after 1, 2, 4, ... blocks tell which; each says that all before it are equal too.
+        """
+        if not self.every:
+            return
+        hashes = state.request.block_hashes
+        marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]
+        known = [self._last[mark] for mark in marks if mark in self._last]
+        self._last.update(dict.fromkeys(marks, state))
+        self._marks[state] = marks
+        for other in known[-1:]:
+            theirs = other.request.block_hashes
+            places = range(min(len(hashes), len(theirs)))
+            count = bisect_left(places, True, key=lambda place: hashes[place] != theirs[place])
+            end = count * self._hash_block_size
+            state.ends_hits_at(end)
+            other.ends_hits_at(end)
+            at = other.request.num_computed_tokens
+            is_yet_to_come = other.phase is Phase.RUNNING and at + self._span <= end
+            if is_yet_to_come and not at < kept_boundary(other.request) <= end:
+                keep_boundary(other.request, end)
+
+    def leave(self, state: RequestState) -> None:
+        """A request has ended."""
+        for mark in self._marks.pop(state, ()):
+            if self._last.get(mark) is state:
+                del self._last[mark]
 
     def part(self, state: RequestState, parted_at: int) -> None:
         """A request computes beyond where others left it."""
@@ -72,14 +107,18 @@ class Boundaries:
     def end(self, load: Load, parted_at: int) -> None:
         """A load begins: others go on where it ends, or its request leaves others later."""
         load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
-        self.part(load.owner, max(load.end_hash * self._hash_block_size, parted_at))
+        end = load.end_hash * self._hash_block_size
+        near = [one for one in load.owner.hit_ends if end < one <= end + self._num_step_tokens]
+        self.part(load.owner, max(end, parted_at, *near))
 
-    def move(self, request: Request, num_computed_tokens: int) -> None:
-        """A request computes on: keep the next position whose whole window is yet to come."""
+    def move(self, state: RequestState, num_computed_tokens: int) -> None:
+        """A request computes on: keep what comes next with its whole window."""
+        request = state.request
         if not self.every or kept_boundary(request) > num_computed_tokens:
             return
         last = min(num_computed_tokens + self._num_step_tokens, request.num_tokens - 1)
         first = num_computed_tokens + self._span
-        boundary = max(last // self.every, -(-first // self.every)) * self.every
+        position = max(last // self.every, -(-first // self.every)) * self.every
+        boundary = min((end for end in state.hit_ends if end >= first), default=position)
         if boundary < request.num_prompt_tokens + request.max_tokens:
             keep_boundary(request, boundary)
