@@ -4,9 +4,8 @@ By default vLLM hashes of sliding windows and Mamba states what a hit at the end
 and at one boundary more, `Request.shared_prefix_boundary`: where the GPU has attention without gaps
 and no windows, so that prompts have parted there. What is hashed is stored, as everything is.
 The host knows more prompts than the GPU, and has room for more. So this moves the boundary of a
-request: to where the host saw prompts part, to where its load ends, to where it leaves another that
-is here, for which it computes, and, where nothing is known, to one position after another of the
-prompt and of the answer.
+request: to where it leaves prompts that the host saw or that are here, to where its load ends, and,
+where nothing is known, to one position after another of the prompt and of the answer.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ STEPS_PER_STATE = 2
 class Boundaries:
     """Moves the boundaries of requests.
 
-    Its state: the last request that has each of some hashes, and those hashes by request.
-
     Args:
         coordinator: of vLLM, over any pool.
         num_step_tokens: the most that a step computes.
@@ -42,10 +39,12 @@ class Boundaries:
         every: positions are multiples of so many tokens; 0 for none.
         blocks_per_hash: that attention without gaps takes for each hash of a request.
         needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
+        marks, last: its state; some hashes of each request, and the last request that has each.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
         self._hash_block_size = geometry.hash_block_size
+        self._alignment_tokens = geometry.alignment_tokens
         self._num_step_tokens = num_step_tokens
         self.every = 0
         all_needs = cache_hits.boundary_blocks(coordinator)
@@ -65,8 +64,8 @@ class Boundaries:
                 int(-(-num_tokens // geometry.alignment_tokens)) * geometry.alignment_tokens
             )
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
-        self._last: dict[bytes, RequestState] = {}
-        self._marks: dict[RequestState, list[bytes]] = {}
+        self.last: dict[bytes, RequestState] = {}
+        self.marks: dict[RequestState, list[bytes]] = {}
 
     def see(self, state: RequestState) -> None:
         """A request comes: note where it parts from the one here that it shares most with.
@@ -77,14 +76,14 @@ class Boundaries:
             return
         hashes = state.request.block_hashes
         marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]
-        known = [self._last[mark] for mark in marks if mark in self._last]
-        self._last.update(dict.fromkeys(marks, state))
-        self._marks[state] = marks
+        known = [self.last[mark] for mark in marks if mark in self.last]
+        self.marks[state] = marks
+        self.last.update(dict.fromkeys(marks, state))
         for other in known[-1:]:
             theirs = other.request.block_hashes
             places = range(min(len(hashes), len(theirs)))
             count = bisect_left(places, True, key=lambda place: hashes[place] != theirs[place])
-            end = count * self._hash_block_size
+            end = count * self._hash_block_size // self._alignment_tokens * self._alignment_tokens
             state.ends_hits_at(end)
             other.ends_hits_at(end)
             at = other.request.num_computed_tokens
@@ -94,9 +93,9 @@ class Boundaries:
 
     def leave(self, state: RequestState) -> None:
         """A request has ended."""
-        for mark in self._marks.pop(state, ()):
-            if self._last.get(mark) is state:
-                del self._last[mark]
+        for mark in self.marks.pop(state, ()):
+            if self.last.get(mark) is state:
+                del self.last[mark]
 
     def part(self, state: RequestState, parted_at: int) -> None:
         """A request computes beyond where others left it."""
@@ -117,7 +116,7 @@ class Boundaries:
         if not self.every or kept_boundary(request) > num_computed_tokens:
             return
         last = min(num_computed_tokens + self._num_step_tokens, request.num_tokens - 1)
-        first = num_computed_tokens + self._span
+        first = num_computed_tokens + (self._span if num_computed_tokens else 1)
         position = max(last // self.every, -(-first // self.every)) * self.every
         boundary = min((end for end in state.hit_ends if end >= first), default=position)
         if boundary < request.num_prompt_tokens + request.max_tokens:

@@ -289,6 +289,63 @@ def test_where_prompts_part_goes_before_a_position(make_rig):
     assert [serve_alone(rig, number, num_blocks=46) for number in range(3)] == [0, 128, 184]
 
 
+def begun_at(rig: Rig, *names: str) -> list[int]:
+    """Let all end; return after how many tokens, of GPU or host, these began to compute."""
+    begun = {}
+    while rig.has_work:
+        batch = rig.step()
+        for new in batch.scheduled.scheduled_new_reqs if batch else ():
+            begun[new.req_id] = new.num_computed_tokens
+    finish(rig, list(names))
+    return [begun[name] for name in names]
+
+
+@pytest.mark.parametrize("groups", SPARSE, ids=str)
+@pytest.mark.parametrize("num_step_tokens", [512, 32])
+@pytest.mark.parametrize("num_blocks", [2, NUM_BLOCKS_SHARED])  # less than a window, and more
+def test_of_prompts_that_come_together_the_first_computes_for_all(
+    make_rig, groups, num_step_tokens, num_blocks
+):
+    rig = make_sparse(make_rig, groups, max_batched_tokens=num_step_tokens)
+    names = ["r0", "r1", "r2", "r3"]
+    for number, name in enumerate(names):
+        rig.add(name, parting(rig, number, num_blocks))
+    assert begun_at(rig, *names) == [0, *[num_blocks * BLOCK_TOKENS] * 3]
+    assert not rig.planner.hits.boundaries.marks
+    assert not rig.planner.hits.boundaries.last
+
+
+@pytest.mark.parametrize("groups", SPARSE, ids=str)
+def test_who_computes_keeps_windows_for_who_comes_meanwhile(make_rig, groups):
+    """Where it leaves the one and the other, though positions lie before, between and behind."""
+    rig = make_sparse(make_rig, groups, max_batched_tokens=32)
+    rig.add("first", parting(rig, 0, 46))
+    rig.planned_step()
+    rig.add("near", parting(rig, 1, 27))
+    rig.add("far", parting(rig, 2, 46))
+    is_wide = "mamba@8" in groups
+    assert begun_at(rig, "near", "far") == [104 if is_wide else 108, 184]
+
+
+def test_who_comes_too_late_for_a_window_takes_no_position_away(make_rig):
+    rig = make_sparse(make_rig, max_batched_tokens=32)
+    rig.add("first", parting(rig, 0, 40))
+    rig.planned_step()
+    rig.add("late", parting(rig, 1))  # it leaves the first at 40: that window begins at 28
+    assert begun_at(rig, "late") == [0]
+    rig.forget_gpu_cache()
+    assert rig.run_alone("third", parting(rig, 2, 12)) == 48
+
+
+def test_who_loads_keeps_where_it_leaves_another_that_is_here(make_rig):
+    rig = make_sparse(make_rig)
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    for number in range(3):
+        rig.add(f"r{number}", parting(rig, number, 15))
+    assert begun_at(rig, "r0", "r1", "r2") == [PREFIX_TOKENS, *[15 * BLOCK_TOKENS] * 2]
+
+
 def test_with_another_retention_vllm_keeps_what_it_keeps(make_rig):
     rig = make_rig(groups=HYBRID, retention_interval=16, num_blocks=150, **WIDE)
     assert rig.planner.hits.boundaries.every == 0
