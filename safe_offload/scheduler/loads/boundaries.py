@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import cache_hits
 from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
-from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.geometry import GroupGeometry
@@ -87,8 +86,7 @@ class Boundaries:
             state.ends_hits_at(end)
             other.ends_hits_at(end)
             at = other.request.num_computed_tokens
-            is_yet_to_come = other.phase is Phase.RUNNING and at + self._span <= end
-            if is_yet_to_come and not at < kept_boundary(other.request) <= end:
+            if at + self._span <= end and not at < kept_boundary(other.request) <= end:
                 keep_boundary(other.request, end)
 
     def leave(self, state: RequestState) -> None:

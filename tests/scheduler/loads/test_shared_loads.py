@@ -315,16 +315,19 @@ def test_of_prompts_that_come_together_the_first_computes_for_all(
     assert not rig.planner.hits.boundaries.last
 
 
-@pytest.mark.parametrize("groups", SPARSE, ids=str)
-def test_who_computes_keeps_windows_for_who_comes_meanwhile(make_rig, groups):
-    """Where it leaves the one and the other, though positions lie before, between and behind."""
+@pytest.mark.parametrize(
+    ("groups", "places"),
+    [*((groups, [44, 108, 184]) for groups in SPARSE[:2]), (SPARSE[2], [48, 104, 184])],
+)
+def test_who_computes_keeps_windows_for_who_comes_meanwhile(make_rig, groups, places):
+    """Where it leaves each of them, though positions lie between."""
     rig = make_sparse(make_rig, groups, max_batched_tokens=32)
     rig.add("first", parting(rig, 0, 46))
     rig.planned_step()
-    rig.add("near", parting(rig, 1, 27))
-    rig.add("far", parting(rig, 2, 46))
-    is_wide = "mamba@8" in groups
-    assert begun_at(rig, "near", "far") == [104 if is_wide else 108, 184]
+    names = ["near", "next", "far"]
+    for number, (name, place) in enumerate(zip(names, places, strict=True), 1):
+        rig.add(name, parting(rig, number, place // BLOCK_TOKENS))
+    assert begun_at(rig, *names) == places
 
 
 def test_who_comes_too_late_for_a_window_takes_no_position_away(make_rig):
@@ -337,13 +340,19 @@ def test_who_comes_too_late_for_a_window_takes_no_position_away(make_rig):
     assert rig.run_alone("third", parting(rig, 2, 12)) == 48
 
 
-def test_who_loads_keeps_where_it_leaves_another_that_is_here(make_rig):
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_who_loads_keeps_where_it_leaves_another_that_is_here(make_rig, is_loading):
     rig = make_sparse(make_rig)
     rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
     rig.forget_gpu_cache()
-    for number in range(3):
-        rig.add(f"r{number}", parting(rig, number, 15))
-    assert begun_at(rig, "r0", "r1", "r2") == [PREFIX_TOKENS, *[15 * BLOCK_TOKENS] * 2]
+    rig.hold_copies(True)
+    rig.add("loads", parting(rig, 0, 15))
+    if is_loading:
+        rig.planned_step()
+    rig.add("waits", parting(rig, 1, 15))
+    rig.step()
+    rig.hold_copies(False)
+    assert begun_at(rig, "loads", "waits") == [PREFIX_TOKENS, 15 * BLOCK_TOKENS]
 
 
 def test_with_another_retention_vllm_keeps_what_it_keeps(make_rig):
