@@ -63,6 +63,8 @@ class Boundaries:
                 int(-(-num_tokens // geometry.alignment_tokens)) * geometry.alignment_tokens
             )
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
+        drafts = coordinator.eagle_group_ids  # of whose hits vLLM drops the last block
+        self._num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
         self.last: dict[bytes, RequestState] = {}
         self.marks: dict[RequestState, list[bytes]] = {}
 
@@ -82,7 +84,8 @@ class Boundaries:
             theirs = other.request.block_hashes
             places = range(min(len(hashes), len(theirs)))
             count = bisect_left(places, True, key=lambda place: hashes[place] != theirs[place])
-            end = count * self._hash_block_size // self._alignment_tokens * self._alignment_tokens
+            end = count * self._hash_block_size - self._num_dropped_tokens
+            end = max(0, end // self._alignment_tokens * self._alignment_tokens)
             state.ends_hits_at(end)
             other.ends_hits_at(end)
             at = other.request.num_computed_tokens
