@@ -90,7 +90,8 @@ class OffloadConfig:
         "lru",
         "Which block is overwritten first: the least recently used one (`lru`), the least "
         "recently used one that was never hit (`slru`), or the one that is least likely to be "
-        "asked for again soon, by the gaps between past requests (`returns`).",
+        "asked for again soon, by the gaps between past requests (`returns`, which stores nothing "
+        "that is worth less than what would go for it).",
     )
     pin_share: float = setting(
         share(MAX_PIN_SHARE),

@@ -62,7 +62,7 @@ class Count(Series, enum.ReprEnum):
     EVICTED_AGE_SECONDS = "evicted_age_seconds", "Time since the last use, of all evicted blocks."
     RESETS = "resets", "Resets of the host cache: nothing stored before is found any more."
     FENCED_STORES = "fenced_stores", "Stores whose source block was given away while they ran."
-    SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored: no slot was free, or too much waits."
+    SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored: no slot free, too much waits, no gain."
     UNPUBLISHED_BLOCKS = "unpublished_blocks", "Blocks stored but dropped because of a reset."
     LOAD_BYTES = "load_bytes", "Bytes copied from the host to GPU blocks, by all ranks."
     STORE_BYTES = "store_bytes", "Bytes copied from GPU blocks to the host, by all ranks."

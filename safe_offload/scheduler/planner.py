@@ -192,7 +192,10 @@ class Planner(SchedulerSide):
             num_step_blocks = hits.geometry.num_blocks_in_step(options.num_step_tokens_max)
             self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
-            self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
+            may_refuse = hits.slots.may_refuse and not options.tiers  # which want all
+            self.policy = EagerStores(
+                hits, gpu, self.stores, num_decoded, counters, may_refuse=may_refuse
+            )
         self.tiers: Tiers | NoTiers = NoTiers()
         if tiered_hits is not None and options.tiers:
             what = hits, gpu, self.leases, self.loads.ledger, transfer_ids, self.costs

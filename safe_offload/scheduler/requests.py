@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -57,7 +57,7 @@ _EDGES: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request. Its state is what follows `limits`; only the methods here change it.
+    """One request. Its state is `limits` and what follows; only the methods here change it.
 
     Attributes:
         request: vLLM's object.
@@ -96,6 +96,10 @@ class RequestState:
                 f"to {phase.value}",
             )
         self.phase = phase
+
+    def store_at_most(self, num_tokens: int) -> None:
+        """Store none of the blocks that end after so many first tokens."""
+        self.limits = replace(self.limits, store_tokens=num_tokens)
 
     def ends_hits_at(self, num_tokens: int) -> None:
         """Note that hits end at a token."""

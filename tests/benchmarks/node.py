@@ -3,8 +3,8 @@
     python -m tests.benchmarks node
 
 The first server computes prompts of 16,000 tokens. Both are asked them again, in turns, when their
-GPU pools have lost them. One is killed then and started again: seconds from its start to its first
-answer from the pool.
+GPU pools have lost them. One is killed then and started again, beside the pool and beside an empty
+one, in turns: seconds from its start to its first answer, and of these for the answer alone.
 """
 
 from __future__ import annotations
@@ -74,18 +74,35 @@ def run_command(arguments: argparse.Namespace) -> int:
                 assert answer == tokens
                 times.append(seconds)
         assert other.count("stored_blocks") == 0
+        starts: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        other.kill()
+        for is_kept in (True, False) * arguments.rounds:
+            one.kill()
+            if not is_kept:
+                _remove_others(before)
+            begin_s = time.monotonic()
+            one.start()
+            one.wait_until_healthy()
+            answer_s, answer = _ask(one, prompts[0])
+            assert answer == computed[0][1]
+            assert (one.count("loaded_tokens") > 0) == is_kept
+            starts[is_kept].append((time.monotonic() - begin_s, answer_s))
+            one.settle()
         one.kill()
-        begin_s = time.monotonic()
-        one.start()
-        one.wait_until_healthy()
-        _ask(one, prompts[0])
-        warm_s = time.monotonic() - begin_s
-        assert one.count("loaded_tokens") > 0
+        left = [pool for pool in find_pools() if pool.path not in before]
     ratios = [theirs / mine for theirs, mine in zip(foreign, own, strict=True)]
     compute_s = statistics.median(seconds for seconds, _ in computed)
     print(f"computed {compute_s:.3f} s, own hit {statistics.median(own):.3f} s")
     print(
         f"the neighbour's {statistics.median(foreign):.3f} s, {statistics.median(ratios):.2f} of it"
     )
-    print(f"killed, started again: first answer from the pool after {warm_s:.1f} s")
+    for is_kept, name in ((True, "the pool"), (False, "an empty pool")):
+        total_s, answer_s = (
+            statistics.median(times) for times in zip(*starts[is_kept], strict=True)
+        )
+        print(
+            f"beside {name}: first answer {total_s:.1f} s after the start, {answer_s:.3f} s asked"
+        )
+    for pool in left:
+        print(f"left when all have gone: {pool.size_bytes:,} bytes, {pool.num_filled} blocks")
     return 0

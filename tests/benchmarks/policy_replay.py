@@ -71,6 +71,12 @@ class HostModel:
             self._release(self._running.popleft())
         self._lease([self._slots[key] for key in prompt if key in self._slots])
         missing = [key for key in prompt if key not in self._slots]
+        num_evicted = len(missing) - len(self._empty)
+        if num_evicted > 0:
+            before = [self._slots[key] for key in prompt if key in self._slots]
+            last_slot = before[-1] if before else None
+            if not self._policy.admits(num_evicted, last_slot, missing[0], now_s):
+                missing = []
         for key, slot in zip(missing, self._grant(len(missing)), strict=False):
             self._keys[slot] = key
             self._slots[key] = slot

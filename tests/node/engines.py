@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import random
@@ -168,9 +169,13 @@ def copier(num_slots: int, pipe: Any, other: Any) -> None:
 
 LOADS, FOREIGN, STORES, WRONG, LOST = range(5)
 """What an engine counts, where it outlives the engine."""
+TIMES, OCTAVE = 800, 32
+"""Bins of the microseconds that requests take, and how many of them are a factor of two."""
 
 
-def serve(num_slots: int, seed: int, counts: Any, copier_pid: Any) -> None:
+def serve(
+    num_slots: int, seed: int, counts: Any, copier_pid: Any, times: Any, is_stormy: Any
+) -> None:
     """An engine that loads what it finds and stores the rest, until it is killed."""
     context = multiprocessing.get_context("fork")
     pipe, other = context.Pipe()
@@ -187,6 +192,7 @@ def serve(num_slots: int, seed: int, counts: Any, copier_pid: Any) -> None:
         return int(pipe.recv())
 
     while True:
+        begin_s, of_times = time.monotonic(), TIMES * is_stormy.value
         while not engine.slots.wake():
             pass
         engine.table.bury(time.monotonic())
@@ -215,6 +221,8 @@ def serve(num_slots: int, seed: int, counts: Any, copier_pid: Any) -> None:
             engine.publish(stored)
         if lease is not None:
             lease.release()
+        taken_us = max(1.0, 1e6 * (time.monotonic() - begin_s))
+        times[of_times + min(TIMES - 1, int(OCTAVE * math.log2(taken_us)))] += 1
         draw = chance.random()
         if draw < 0.05:
             engine.check()

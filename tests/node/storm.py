@@ -3,7 +3,8 @@
     python -m tests.node.storm --seconds 600
 
 Each engine is two processes, as with vLLM: one decides, the other copies and compares. The first is
-killed, and the other goes on with the copy that it has begun; or both are.
+killed, and the other goes on with the copy that it has begun; or both are. Every other quarter of a
+minute nobody is killed: how long requests take then is what the others' times are a ratio of.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tests.node.engines import (
     FOREIGN,
     LOADS,
     LOST,
+    OCTAVE,
     STORES,
+    TIMES,
     WRONG,
     Engine,
     pools_in,
@@ -37,21 +40,23 @@ from tests.node.engines import (
 )
 
 ENGINES = 4
-NAMES = {LOADS: "blocks loaded", FOREIGN: "of others' lots", LOST: "lost at the last moment"}
+CALM_S = 15.0
 
 
-def storm(seconds: float, *, num_slots: int = 160, kill_every_s: float = 1.0) -> dict[str, int]:
+def storm(seconds: float, *, num_slots: int = 160, kill_every_s: float = 1.0) -> dict[str, float]:
     """Let it blow; return what was counted, and what is wrong with the slots at the end."""
     context = multiprocessing.get_context("fork")
     chance = random.Random(0)
     counts: list[Any] = []
+    times = context.Array("q", 2 * TIMES, lock=False)
+    is_stormy = context.Value("q", 1, lock=False)
     engines: list[Any] = []
     num_killed = num_ended = 0
 
     def start() -> tuple[Any, Any]:
         counts.append(context.Array("q", 5, lock=False))
         copier_pid = context.Value("q", 0, lock=False)
-        args = num_slots, len(counts), counts[-1], copier_pid
+        args = num_slots, len(counts), counts[-1], copier_pid, times, is_stormy
         process = context.Process(target=serve, args=args)
         process.start()
         return process, copier_pid
@@ -64,6 +69,9 @@ def storm(seconds: float, *, num_slots: int = 160, kill_every_s: float = 1.0) ->
             if not process.is_alive():
                 num_ended += 1
                 engines[index] = start()
+        is_stormy.value = int((end_s - time.monotonic()) / CALM_S) % 2 == 0
+        if not is_stormy.value:
+            continue
         index = chance.randrange(ENGINES)
         process, copier_pid = engines[index]
         _kill(process, copier_pid, chance)
@@ -81,7 +89,25 @@ def storm(seconds: float, *, num_slots: int = 160, kill_every_s: float = 1.0) ->
         "lost": sum(each[LOST] for each in counts),
         "wrong": sum(each[WRONG] for each in counts),
     }
-    return found | account(num_slots)
+    return found | _lateness(times) | account(num_slots)
+
+
+def _lateness(times: Any) -> dict[str, float]:
+    """By how much requests are later beside kills."""
+    late = {}
+    for share in (0.5, 0.9, 0.99):
+        calm, stormy = (_quantile(times[at : at + TIMES], share) for at in (0, TIMES))
+        late[f"later at {share}"] = round(2 ** ((stormy - calm) / OCTAVE), 3)
+    return late
+
+
+def _quantile(counts: list[int], share: float) -> int:
+    left = share * sum(counts)
+    for index, count in enumerate(counts):
+        left -= count
+        if left <= 0:
+            return index
+    return 0
 
 
 def _kill(process: Any, copier_pid: Any, chance: random.Random) -> None:

@@ -9,6 +9,7 @@ no object for each slot, and a batch, not a slot, is what moves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from safe_offload.scheduler.cache.slot_queue import SlotQueue
 
@@ -23,8 +24,11 @@ class EvictionPolicy:
 
     The slot goes first that was released longest ago. Deterministic, each call one step.
 
-    `hashes` has what each filled slot holds, for policies that know again what they evicted.
+    `hashes` has what each filled slot holds, for policies that know again what they evicted;
+    `may_refuse` says whether there is anything that `admits` does not admit.
     """
+
+    may_refuse: ClassVar = False
 
     def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         # Mutable, here and in each policy: changed by the methods below and by nothing else.
@@ -56,6 +60,16 @@ class EvictionPolicy:
     def hurry(self, slots: Sequence[int], now_s: float) -> None:
         """Make filled slots evictable before all others, the first of them first; see `release`."""
         self._queue.prepend(slots, now_s)
+
+    def admits(self, count: int, last_slot: int | None, first_hash: bytes, now_s: float) -> bool:
+        """Whether what a request would store is worth as much as what would go for it.
+
+        Args:
+            count: slots that would be evicted.
+            last_slot: the last one with what comes before; None if nothing is there.
+            first_hash: of the first block to be stored.
+        """
+        return True
 
     def peek(self, count: int) -> list[int]:
         """Return up to `count` slots that are evicted next, the first to go first."""

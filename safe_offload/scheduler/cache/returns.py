@@ -22,7 +22,10 @@ class Returns(EvictionPolicy):
     of a kind: new, or used again after gaps of this order, or left over where its conversation went
     on without it; of each kind only the oldest and the newest are compared. Evicted batches are
     known again by the hash of their first block, so that what returns too late is learned of too.
+    And what is worth less than all that would go for it is not stored.
     """
+
+    may_refuse = True
 
     def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         super().__init__(num_slots, hashes)  # its queue has what was hurried
@@ -68,6 +71,45 @@ class Returns(EvictionPolicy):
         for batch, run in self._take_out(list(slots)):
             for slot in run:
                 self._kinds[slot] = batch.kind
+
+    def admits(self, count: int, last_slot: int | None, first_hash: bytes, now_s: float) -> bool:
+        """See `EvictionPolicy`; what is not kept is known again, as if it was evicted now."""
+        self._set_time(now_s)
+        kind = self._kind_after(last_slot)
+        if kind == _NEW:
+            kind = self._kind_of_ghost(first_hash)
+        num_left = count - len(self._queue)
+        for batch in self._in_order() if num_left > 0 else ():
+            num_left -= batch.num_live
+            if num_left <= 0:
+                if self._worth_of(batch) > self._worth.table[_queue_of(kind)][0]:
+                    self._worth.lose(_queue_of(kind), count)
+                    self._note_ghost(first_hash, _Batch(0, kind, now_s, [], 0, count))
+                    return False
+                break
+        if kind != _NEW:
+            self._note_ghost(first_hash, _Batch(_ADMITTED, kind, now_s, [], 0, 0))
+        return True
+
+    def _kind_of_ghost(self, first_hash: bytes | None) -> int:
+        """Return the kind of what begins with a block; learn of it if it was gone."""
+        ghost = self._ghosts.pop(first_hash or b"", None)
+        if ghost is None:
+            return _NEW
+        kind, gap_s = ghost.kind & ~_SHARED, self._now_s - ghost.released_s
+        if ghost.ticket == _ADMITTED:
+            return kind
+        return self._used_again(kind, gap_s, ghost.size, was_gone=True)
+
+    def _kind_after(self, slot: int | None) -> int:
+        """Return the kind of what follows on what a slot holds, as far as that tells it."""
+        if slot is None:
+            return _NEW
+        batch = self._batches.get(self._tickets[slot])
+        kind = self._kinds[slot] if batch is None else batch.kind
+        if kind & _SHARED or kind == _LEFT:
+            return _NEW
+        return kind if batch is None else _next_kind(kind, self._age_bin_of(batch))
 
     def peek(self, count: int) -> list[int]:
         """See `EvictionPolicy`."""
@@ -124,18 +166,12 @@ class Returns(EvictionPolicy):
         if not gap:  # a request that was looked at twice, or preempted
             return kind
         self._worth.observe(_queue_of(kind), gap, count, was_gone=was_gone)
-        known = kind & ~_SHARED
-        return kind & _SHARED | _USED + ((known - _USED + gap) // 2 if known >= _USED else gap)
+        return kind & _SHARED | _next_kind(kind & ~_SHARED, gap)
 
     def _add_new(self, slots: list[int]) -> None:
         """Add slots that follow on nothing, unless what they hold was evicted before."""
         if slots:
-            kind = _NEW
-            ghost = self._ghosts.pop(self._hashes[slots[-1]] or b"", None)
-            if ghost is not None:
-                gap_s = self._now_s - ghost.released_s
-                kind = self._used_again(ghost.kind & ~_SHARED, gap_s, ghost.size, was_gone=True)
-            self._add(slots, kind)
+            self._add(slots, self._kind_of_ghost(self._hashes[slots[-1]]))
 
     def _add(self, slots: list[int], kind: int) -> None:
         self._last_ticket = ticket = self._last_ticket + 1
@@ -171,11 +207,20 @@ class Returns(EvictionPolicy):
     def _bury(self, batch: _Batch, first_slot: int) -> None:
         self._drop(batch)
         self._worth.lose(_queue_of(batch.kind), batch.size)
-        first_hash = self._hashes[first_slot]
+        self._note_ghost(self._hashes[first_slot], batch)
+
+    def _note_ghost(self, first_hash: bytes | None, batch: _Batch) -> None:
         if first_hash is not None:
             self._ghosts[first_hash] = batch
+            self._ghosts.move_to_end(first_hash)
             if len(self._ghosts) > GHOSTS_MAX:
                 self._ghosts.popitem(last=False)
+
+    def _age_bin_of(self, batch: _Batch) -> int:
+        return _age_bin(self._now_s - batch.released_s)
+
+    def _worth_of(self, batch: _Batch) -> float:
+        return self._worth.table[_queue_of(batch.kind)][self._age_bin_of(batch)]
 
     def _in_order(self) -> Iterator[_Batch]:
         """Yield all batches, those worth least first; none may be added or dropped meanwhile."""
@@ -183,8 +228,9 @@ class Returns(EvictionPolicy):
 
         def offer(kind: int, end: int, batches: Iterator[_Batch]) -> None:
             for batch in itertools.islice(batches, 1):
-                worth = self._worth.table[kind][_age_bin(self._now_s - batch.released_s)]
-                heapq.heappush(ends, (worth, batch.ticket, end, kind, batch, batches))
+                heapq.heappush(
+                    ends, (self._worth_of(batch), batch.ticket, end, kind, batch, batches)
+                )
 
         num_left = list(map(len, self._by_kind))
         for kind, batches in enumerate(self._by_kind):
@@ -199,6 +245,7 @@ class Returns(EvictionPolicy):
 
 
 _NUM_AGES = 32
+_ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
 _NEW, _LEFT, _USED = 0, 1, 2  # kinds; from `_USED` on with the mean of the last gaps' age bins
 _SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
 _NUM_KINDS = _USED + _NUM_AGES // 2
@@ -212,6 +259,13 @@ def _age_bin(age_s: float) -> int:
 def _queue_of(kind: int) -> int:
     kind &= ~_SHARED
     return kind if kind < _USED else _USED + (kind - _USED) // 2
+
+
+def _next_kind(kind: int, gap: int) -> int:
+    """Return the kind, without flags, of what was used again after a gap of this age bin."""
+    if not gap:
+        return kind
+    return _USED + ((kind - _USED + gap) // 2 if kind >= _USED else gap)
 
 
 @dataclass(slots=True)
@@ -259,7 +313,7 @@ class _Worth:
         if was_gone:
             self._lost[kind] = max(0.0, self._lost[kind] - count)
         self._num_seen += 1
-        if self._num_seen % _LEARN_EVERY == 1:
+        if self._num_seen % min(_LEARN_EVERY, 1 << self._num_seen.bit_length() - 1) == 0:
             self._learn()
 
     def lose(self, kind: int, count: int) -> None:

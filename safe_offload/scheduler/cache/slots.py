@@ -87,6 +87,18 @@ class SlotPool:
     def serve(self, salt: str | None) -> None:
         """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether there is anything that `admits` does not admit."""
+        return self._evictable.may_refuse
+
+    def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
+        """Whether a request may store `count` blocks; see `EvictionPolicy.admits`."""
+        num_evicted = count - len(self._empty) - self._num_new
+        return num_evicted <= 0 or self._evictable.admits(
+            num_evicted, last_slot, first_hash, self._now_s
+        )
+
     def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
 

@@ -246,7 +246,7 @@ class HostHits:
                 self._skips.append((group_idx, skips[group_idx] if reads_end else None))
         self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
         self.parted_at = 0
-        self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
+        self.full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
 
     def find_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
@@ -374,7 +374,7 @@ class HostHits:
         new: list[int] = []
         slots_by_group: list[list[int]] = []
         for group_idx, slots in enumerate(hit.slots_by_group):
-            if group_idx == self._full_group:
+            if group_idx == self.full_group:
                 first = num_computed_tokens // self._hash_block_size
                 end = hit.num_computed_tokens // self._hash_block_size
                 new = self.directory.find_run(group_idx, block_hashes[first:end])
@@ -405,7 +405,7 @@ class HostHits:
             return False  # a slot of a hit can be forgotten although it is leased
         if version == directory.version:
             return True
-        group_idx, block_size = self._full_group, self._hash_block_size
+        group_idx, block_size = self.full_group, self._hash_block_size
         end = hit.num_computed_tokens + hit.num_tokens
         if group_idx is None or end % block_size:
             return False

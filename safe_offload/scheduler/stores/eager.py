@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.blocks import (
     BlockSet,
     Home,
@@ -70,6 +71,9 @@ class EagerStores(StorePolicy):
         gpu: GpuBlocks,
         stores: Stores,
         num_decode_tokens_max: int,
+        counters: Counters,
+        *,
+        may_refuse: bool,
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
         schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, kept)
@@ -86,11 +90,29 @@ class EagerStores(StorePolicy):
             lambda: EagerProgress([*begin], begin, [])
         )
         self._short_of_slots: set[RequestState] = set()
+        self._counters = counters
+        self._may_refuse = may_refuse
 
     def __repr__(self) -> str:
         return f"EagerStores({len(self.progress)} requests)"
 
     # ---- the life of a request -----------------------------------------------------------------
+
+    def run(self, state: RequestState) -> None:
+        """See `StorePolicy`; of a prompt nothing is stored if that would cost better hits."""
+        super().run(state)
+        group_idx = self._hits.full_group
+        limits = state.limits
+        if not self._may_refuse or group_idx is None or state in self.progress:
+            return
+        if limits.store_tokens is not None or limits.pin_s:
+            return
+        hashes = state.request.block_hashes
+        found = self._directory.find_run(group_idx, hashes)
+        num_missing, last_slot = len(hashes) - len(found), found[-1] if found else None
+        if num_missing and not self._hits.slots.admits(num_missing, last_slot, hashes[len(found)]):
+            self._counters[Count.SKIPPED_BLOCKS] += num_missing
+            state.store_at_most(len(found) * self._hash_block_size)
 
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""

@@ -348,6 +348,40 @@ def test_returns_learns_of_what_comes_back_after_it_was_evicted():
     assert with_ghosts.evict(1, 10_045.0) == [2]
 
 
+def test_returns_refuses_what_is_worth_less_than_what_would_go():
+    policy = learned(10.0)
+    policy.release([7, 6, 5, 4], 10_000.0)
+    policy.lease([4, 5, 6, 7])
+    policy.release([7, 6, 5, 4], 10_010.0)  # expected at 10,020
+    assert not policy.admits(4, None, b"new", 10_015.0), "what is new seldom comes back"
+    assert policy.admits(4, None, b"new", 10_500.0), "what was expected has not come"
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_returns_learns_of_what_it_has_refused(comes_back):
+    policy, admitted = Returns(8), []
+    policy.release([3, 2, 1, 0], -40.0)
+    for index in range(400):
+        if index % 10 == 0:
+            policy.lease([0, 1, 2, 3])
+            policy.release([3, 2, 1, 0], 4.0 * index)
+        admitted.append(policy.admits(4, None, b"%d" % (index * (not comes_back)), 4.0 * index + 1))
+    assert (sum(admitted[-10:]) > 5) == comes_back
+
+
+def test_returns_takes_what_goes_on_for_what_it_goes_on_from():
+    policy = Returns(8)
+    policy.release([5, 4, 1, 0], 0.0)
+    for index in range(1, 200):
+        policy.lease([0, 1, 4, 5])
+        policy.release([3, 2], 10.0 * index)
+        assert policy.evict(2, 10.0 * index) == [3, 2]
+        policy.release([5, 4, 1, 0], 10.0 * index)
+    policy.lease([0, 1])
+    assert policy.admits(2, 1, b"more", 1_999.0)
+    assert not policy.admits(2, None, b"new", 1_999.0)
+
+
 def test_returns_remembers_a_bounded_number_of_what_it_has_evicted():
     hashes: list[bytes | None] = [None] * 4
     policy, sizes = Returns(4, hashes), []
