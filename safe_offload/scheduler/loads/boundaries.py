@@ -69,13 +69,11 @@ class Boundaries:
         self.marks: dict[RequestState, list[bytes]] = {}
 
     def see(self, state: RequestState) -> None:
-        """A request comes: note where it parts from the one here that it shares most with.
-
-        Hashes after 1, 2, 4, ... blocks tell which; each says that all before it are equal too.
-        """
+        """A request comes: note where it parts from the one here that it shares most with."""
         if not self.every:
             return
         hashes = state.request.block_hashes
+        # Each hash says that all before it are equal too, so those after 1, 2, 4, ... tell which.
         marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]
         known = [self.last[mark] for mark in marks if mark in self.last]
         self.marks[state] = marks
