@@ -219,6 +219,7 @@ class Planner(SchedulerSide):
                 self.policy.keep_out(state)
                 return state
             self.events.seen(request)
+            self.hits.boundaries.see(state)
             is_kept_out = self._is_disabled or request.skip_reading_prefix_cache
             self.tiers.see(state, may_read=not is_kept_out)
         return state
@@ -327,6 +328,7 @@ class Planner(SchedulerSide):
         """A request has ended: give up what only a live one needs."""
         if state.phase is not Phase.FINISHED:
             self.loads.end(state)
+            self.hits.boundaries.leave(state)
             self.book.finish(state)
             self.policy.end(state)
             if self.outdated.tables:

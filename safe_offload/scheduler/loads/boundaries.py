@@ -4,20 +4,19 @@ By default vLLM hashes of sliding windows and Mamba states what a hit at the end
 and at one boundary more, `Request.shared_prefix_boundary`: where the GPU has attention without gaps
 and no windows, so that prompts have parted there. What is hashed is stored, as everything is.
 The host knows more prompts than the GPU, and has room for more. So this moves the boundary of a
-request: to where the host saw prompts part, to where its load ends, and, where nothing is known, to
-one position after another of the prompt and of the answer.
+request: to where it leaves prompts that the host saw or that are here, to where its load ends, and,
+where nothing is known, to one position after another of the prompt and of the answer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import cache_hits
 from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.pending import Load
     from safe_offload.scheduler.requests import RequestState
@@ -29,7 +28,7 @@ STEPS_PER_STATE = 2
 
 
 class Boundaries:
-    """Moves the boundaries of requests; it has no state of its own.
+    """Moves the boundaries of requests.
 
     Args:
         coordinator: of vLLM, over any pool.
@@ -39,10 +38,12 @@ class Boundaries:
         every: positions are multiples of so many tokens; 0 for none.
         blocks_per_hash: that attention without gaps takes for each hash of a request.
         needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
+        marks, last: its state; some hashes of each request, and the last request that has each.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
         self._hash_block_size = geometry.hash_block_size
+        self._alignment_tokens = geometry.alignment_tokens
         self._num_step_tokens = num_step_tokens
         self.every = 0
         all_needs = cache_hits.boundary_blocks(coordinator)
@@ -62,6 +63,38 @@ class Boundaries:
                 int(-(-num_tokens // geometry.alignment_tokens)) * geometry.alignment_tokens
             )
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
+        drafts = coordinator.eagle_group_ids  # of whose hits vLLM drops the last block
+        self._num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
+        self.last: dict[bytes, RequestState] = {}
+        self.marks: dict[RequestState, list[bytes]] = {}
+
+    def see(self, state: RequestState) -> None:
+        """A request comes: note where it parts from the one here that it shares most with."""
+        if not self.every:
+            return
+        hashes = state.request.block_hashes
+        # Each hash says that all before it are equal too, so those after 1, 2, 4, ... tell which.
+        marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]
+        known = [self.last[mark] for mark in marks if mark in self.last]
+        self.marks[state] = marks
+        self.last.update(dict.fromkeys(marks, state))
+        for other in known[-1:]:
+            theirs = other.request.block_hashes
+            places = range(min(len(hashes), len(theirs)))
+            count = bisect_left(places, True, key=lambda place: hashes[place] != theirs[place])
+            end = count * self._hash_block_size - self._num_dropped_tokens
+            end = max(0, end // self._alignment_tokens * self._alignment_tokens)
+            state.ends_hits_at(end)
+            other.ends_hits_at(end)
+            at = other.request.num_computed_tokens
+            if at + self._span <= end and not at < kept_boundary(other.request) <= end:
+                keep_boundary(other.request, end)
+
+    def leave(self, state: RequestState) -> None:
+        """A request has ended."""
+        for mark in self.marks.pop(state, ()):
+            if self.last.get(mark) is state:
+                del self.last[mark]
 
     def part(self, state: RequestState, parted_at: int) -> None:
         """A request computes beyond where others left it."""
@@ -72,14 +105,18 @@ class Boundaries:
     def end(self, load: Load, parted_at: int) -> None:
         """A load begins: others go on where it ends, or its request leaves others later."""
         load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
-        self.part(load.owner, max(load.end_hash * self._hash_block_size, parted_at))
+        end = load.end_hash * self._hash_block_size
+        near = [one for one in load.owner.hit_ends if end < one <= end + self._num_step_tokens]
+        self.part(load.owner, max(end, parted_at, *near))
 
-    def move(self, request: Request, num_computed_tokens: int) -> None:
-        """A request computes on: keep the next position whose whole window is yet to come."""
+    def move(self, state: RequestState, num_computed_tokens: int) -> None:
+        """A request computes on: keep what comes next with its whole window."""
+        request = state.request
         if not self.every or kept_boundary(request) > num_computed_tokens:
             return
         last = min(num_computed_tokens + self._num_step_tokens, request.num_tokens - 1)
-        first = num_computed_tokens + self._span
-        boundary = max(last // self.every, -(-first // self.every)) * self.every
+        first = num_computed_tokens + (self._span if num_computed_tokens else 1)
+        position = max(last // self.every, -(-first // self.every)) * self.every
+        boundary = min((end for end in state.hit_ends if end >= first), default=position)
         if boundary < request.num_prompt_tokens + request.max_tokens:
             keep_boundary(request, boundary)

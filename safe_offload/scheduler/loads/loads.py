@@ -130,7 +130,7 @@ class Loads:
                 if not self._is_plain:
                     state.ends_hits_at(num_computed_tokens)
                     self._boundaries.part(state, self._hits.parted_at)
-                    self._boundaries.move(request, num_computed_tokens)
+                    self._boundaries.move(state, num_computed_tokens)
                 return 0
         ledger = self.ledger
         if (ledger.in_flight or ledger.new) and self._begins_to_wait(wait, request, hit, now_s):

@@ -125,7 +125,7 @@ class MovingSchedule(StoreSchedule):
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         num_computed_tokens = state.request.num_computed_tokens + num_scheduled
-        self._boundaries.move(state.request, num_computed_tokens)
+        self._boundaries.move(state, num_computed_tokens)
         super()._plan_next(state, num_scheduled)
 
 

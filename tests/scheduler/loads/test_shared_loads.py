@@ -289,6 +289,72 @@ def test_where_prompts_part_goes_before_a_position(make_rig):
     assert [serve_alone(rig, number, num_blocks=46) for number in range(3)] == [0, 128, 184]
 
 
+def begun_at(rig: Rig, *names: str) -> list[int]:
+    """Let all end; return after how many tokens, of GPU or host, these began to compute."""
+    begun = {}
+    while rig.has_work:
+        batch = rig.step()
+        for new in batch.scheduled.scheduled_new_reqs if batch else ():
+            begun[new.req_id] = new.num_computed_tokens
+    finish(rig, list(names))
+    return [begun[name] for name in names]
+
+
+@pytest.mark.parametrize("groups", SPARSE, ids=str)
+@pytest.mark.parametrize("num_step_tokens", [512, 32])
+@pytest.mark.parametrize("num_blocks", [2, NUM_BLOCKS_SHARED])  # less than a window, and more
+def test_of_prompts_that_come_together_the_first_computes_for_all(
+    make_rig, groups, num_step_tokens, num_blocks
+):
+    rig = make_sparse(make_rig, groups, max_batched_tokens=num_step_tokens)
+    names = ["r0", "r1", "r2", "r3"]
+    for number, name in enumerate(names):
+        rig.add(name, parting(rig, number, num_blocks))
+    assert begun_at(rig, *names) == [0, *[num_blocks * BLOCK_TOKENS] * 3]
+    assert not rig.planner.hits.boundaries.marks
+    assert not rig.planner.hits.boundaries.last
+
+
+@pytest.mark.parametrize(
+    ("groups", "places"),
+    [*((groups, [44, 108, 184]) for groups in SPARSE[:2]), (SPARSE[2], [48, 104, 184])],
+)
+def test_who_computes_keeps_windows_for_who_comes_meanwhile(make_rig, groups, places):
+    """Where it leaves each of them, though positions lie between."""
+    rig = make_sparse(make_rig, groups, max_batched_tokens=32)
+    rig.add("first", parting(rig, 0, 46))
+    rig.planned_step()
+    names = ["near", "next", "far"]
+    for number, (name, place) in enumerate(zip(names, places, strict=True), 1):
+        rig.add(name, parting(rig, number, place // BLOCK_TOKENS))
+    assert begun_at(rig, *names) == places
+
+
+def test_who_comes_too_late_for_a_window_takes_no_position_away(make_rig):
+    rig = make_sparse(make_rig, max_batched_tokens=32)
+    rig.add("first", parting(rig, 0, 40))
+    rig.planned_step()
+    rig.add("late", parting(rig, 1))  # it leaves the first at 40: that window begins at 28
+    assert begun_at(rig, "late") == [0]
+    rig.forget_gpu_cache()
+    assert rig.run_alone("third", parting(rig, 2, 12)) == 48
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_who_loads_keeps_where_it_leaves_another_that_is_here(make_rig, is_loading):
+    rig = make_sparse(make_rig)
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.hold_copies(True)
+    rig.add("loads", parting(rig, 0, 15))
+    if is_loading:
+        rig.planned_step()
+    rig.add("waits", parting(rig, 1, 15))
+    rig.step()
+    rig.hold_copies(False)
+    assert begun_at(rig, "loads", "waits") == [PREFIX_TOKENS, 15 * BLOCK_TOKENS]
+
+
 def test_with_another_retention_vllm_keeps_what_it_keeps(make_rig):
     rig = make_rig(groups=HYBRID, retention_interval=16, num_blocks=150, **WIDE)
     assert rig.planner.hits.boundaries.every == 0
