@@ -34,13 +34,21 @@ def evicted(rig: Rig) -> dict[str, int]:
 # ---- evictions: why there are no hits ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "returns"])
+@pytest.mark.parametrize("policy", ["lru", "slru"])
 def test_a_pool_too_small_evicts_young_blocks(make_rig, policy):
     rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": policy})
     assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0] * 6
     seen = evicted(rig)
     assert (seen["hit"], seen["unhit"]) == (0, 5 * NUM_BLOCKS)
     assert 30 <= seen["age_s"] < 60, "each prompt is gone before the next but one comes"
+
+
+def test_what_a_pool_too_small_refuses_is_told(make_rig):
+    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": "returns"})
+    assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0, 0, 0, 40, 0, 0], "1 does not cost 2 its place"
+    num_evicted = sum(evicted(rig)[name] for name in ("hit", "unhit"))
+    assert rig.counts["stored_blocks"] == num_evicted + NUM_BLOCKS
+    assert rig.counts["skipped_blocks"] + rig.counts["stored_blocks"] == 5 * NUM_BLOCKS
 
 
 def test_the_same_prompts_in_a_larger_pool_evict_nothing(make_rig):
