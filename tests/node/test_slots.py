@@ -164,6 +164,18 @@ def test_a_block_that_is_stored_while_a_lot_brings_it_is_there_once(start):
     other.check()
 
 
+def test_a_block_that_a_lot_brings_when_it_is_claimed_to_store_it_is_there_once(start):
+    one, other = start(), start()
+    other.store(A)
+    die(other, one)  # which has not looked since
+    lease = one.begin(A, *many(USABLE - 2))
+    one.check()
+    slots = one.end(lease)
+    assert one.find(A) == slots[:1]
+    one.check()
+    assert len(one.slots.grant(USABLE)) == USABLE
+
+
 def test_after_a_reset_nothing_of_before_is_found_nor_given(start):
     one, other = start(), start()
     one.store(A)

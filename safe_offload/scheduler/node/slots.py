@@ -130,19 +130,22 @@ class NodeSlots(SlotPool):
                 num_left -= self._look_at(lot)
             self._versions[lot] = versions[lot]
 
-    def _look_at(self, lot: int) -> int:
-        """Look at what has changed in a lot of another; return how many slots that were."""
+    def _drop_changed(self, lot: int) -> list[int]:
+        """No longer find what has changed in a lot of another; return these slots."""
         slots = [slot for slot in self._table.range_of(lot) if slot < self.num_usable]
         if not slots:
-            return 0
+            return []
         words = self._table.words[slots[0] : slots[-1] + 1]
-        changed = (
-            np.flatnonzero(words != self._seen[slots[0] : slots[-1] + 1]) + slots[0]
-        ).tolist()
-        hashes, tables = self.directory.hashes, self.directory.tables
-        gone = [slot for slot in changed if hashes[slot] is not None]
+        places = np.flatnonzero(words != self._seen[slots[0] : slots[-1] + 1])
+        changed: list[int] = (places + slots[0]).tolist()
+        gone = [slot for slot in changed if self.directory.hashes[slot] is not None]
         if gone:
             self.forget(gone)
+        return changed
+
+    def _look_at(self, lot: int) -> int:
+        """Look at what has changed in a lot of another; return how many slots that were."""
+        changed, tables = self._drop_changed(lot), self.directory.tables
         new: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
         for slot in changed:
             record = self._table.read(slot)
@@ -270,14 +273,16 @@ class NodeSlots(SlotPool):
         """A lot is this engine's from now on, with what it holds; return how many slots it has."""
         table = self._table
         slots = table.range_of(lot)
-        self._look_at(lot)
+        self._drop_changed(
+            lot
+        )  # and find nothing new: a caller of `grant` may be about to store it
         self._lots.add(lot)
         hashes = self.directory.hashes
         unknown = [slot for slot in slots if hashes[slot] is None]
         bad = [slot for slot in unknown if table.bad[slot] and slot not in self._leased]
         for slot in slots:
             self._is_own[slot] = 1
-        if unknown:  # of others' generations, or there twice, or nothing
+        if unknown:  # of others' generations, or there twice, or new, or nothing
             self._retract(unknown)
         self.parked.update(bad)
         self._leased.update(bad)
