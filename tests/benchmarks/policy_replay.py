@@ -69,11 +69,11 @@ class HostModel:
         num_hit = _leading(prompt[num_gpu:], self._slots)
         if self._num_running and len(self._running) == self._num_running:
             self._release(self._running.popleft())
-        self._lease([self._slots[key] for key in prompt if key in self._slots])
+        before = [self._slots[key] for key in prompt if key in self._slots]
+        self._lease(before)
         missing = [key for key in prompt if key not in self._slots]
         num_evicted = len(missing) - len(self._empty)
         if num_evicted > 0:
-            before = [self._slots[key] for key in prompt if key in self._slots]
             last_slot = before[-1] if before else None
             if not self._policy.admits(num_evicted, last_slot, missing[0], now_s):
                 missing = []

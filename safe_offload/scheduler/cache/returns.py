@@ -249,7 +249,7 @@ _ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
 _NEW, _LEFT, _USED = 0, 1, 2  # kinds; from `_USED` on with the mean of the last gaps' age bins
 _SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
 _NUM_KINDS = _USED + _NUM_AGES // 2
-_LEARN_EVERY, _KEPT = 64, 0.99  # batches; of all counts, each time
+_LEARN_EVERY, _KEPT = 64, 0.99  # batches, after 1, 2, 4, ... at first; of all counts, each time
 
 
 def _age_bin(age_s: float) -> int:

@@ -32,6 +32,7 @@ class SlotPool:
     ) -> None:
         self.num_slots = num_slots
         self.directory = directory
+        self.may_refuse = policy.may_refuse  # there may be something that `admits` does not admit
         self._counters = counters
         # What follows is mutable, and only this class changes it, and the policy with it. A usable
         # slot is leased, or it is evictable (it is in the directory), or else it is empty.
@@ -87,14 +88,9 @@ class SlotPool:
     def serve(self, salt: str | None) -> None:
         """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
-    @property
-    def may_refuse(self) -> bool:
-        """Whether there is anything that `admits` does not admit."""
-        return self._evictable.may_refuse
-
     def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
         """Whether a request may store `count` blocks; see `EvictionPolicy.admits`."""
-        num_evicted = count - len(self._empty) - self._num_new
+        num_evicted = count - self.num_empty
         return num_evicted <= 0 or self._evictable.admits(
             num_evicted, last_slot, first_hash, self._now_s
         )
