@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.benchmarks.datasets import CustomDataset
 
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import serve
@@ -33,6 +34,13 @@ def test_vllm_is_told_what_to_ask(tmp_path):
     text = " ".join(serve.command("http://a", "turns", small, file, tmp_path / "found.json"))
     assert f"--dataset-name custom --dataset-path {file}" in text
     assert "--disable-shuffle" in text
+
+
+def test_vllms_client_reads_the_turns(tmp_path):
+    """It wants pandas for that, which vLLM itself does not bring."""
+    (file := tmp_path / "turns-0.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    prompts = CustomDataset(dataset_path=str(file), disable_shuffle=True).data
+    assert [each["prompt"] for each in prompts] == ["a", "b"]
 
 
 def test_what_vllm_has_measured():
