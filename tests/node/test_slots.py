@@ -85,6 +85,7 @@ def test_an_engine_overwrites_nothing_that_a_guest_has_leased(start):
     granted = one.slots.grant(SLOTS)
     assert set(granted) == set(slots) - set(lease.slots)
     one.slots.release(granted)
+    assert one.slots.num_leased == 0  # what waits for guests is no leak
     one.check()
     lease.release()
     assert set(one.slots.grant(SLOTS)) == set(slots)

@@ -60,6 +60,11 @@ class NodeSlots(SlotPool):
         self._seen = np.zeros(self.num_slots, np.uint64)  # words when slots were looked at
         self._versions = np.zeros(0, np.uint64)
 
+    @property
+    def num_leased(self) -> int:
+        """See `SlotPool`; those that only wait for guests do not count."""
+        return super().num_leased - len(self.parked - self._retired)
+
     def attach(self, table: Table) -> None:
         """Use the slots of a table that this engine has joined."""
         self.table = table

@@ -61,13 +61,12 @@ class ReferenceChecker:
         slots = planner.hits.slots
         directory = planner.hits.directory
         num_bad = len(self._ledger.bad_slots)
-        if core.node is not None:
-            num_bad += len(slots.parked)  # which others read
+        num_parked = len(slots.parked) if core.node is not None else 0  # which others read
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": found.leases,
             "slots with a reference": slots.num_leased + slots.num_retired - num_bad,
-            "slots in use": slots.num_usable - slots.num_free - num_bad,
+            "slots in use": slots.num_usable - slots.num_free - num_bad - num_parked,
             "slots that count as being stored": len(directory.being_stored),
             "blocks that count against the stores' bound": found.store_blocks,
             "stores in flight": found.stores,
