@@ -107,6 +107,8 @@ class Count(Series, enum.ReprEnum):
     DEMOTE_HINTS = "hints", _HINTS, ("action", "demote")
     UNKNOWN_HINTS = "hints", _HINTS, ("action", "unknown")
     BAD_TENANT_FILES = "bad_tenant_files", "Changes of the file of tenants that could not be used."
+    BORROWED_BLOCKS = "borrowed_blocks", "Blocks of other engines' slots, each time one is leased."
+    LOST_BLOCKS = "lost_blocks", "Blocks that other engines overwrote before they were borrowed."
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
 
 

@@ -43,6 +43,8 @@ GAUGES = {
     "pinned_slots": "Host slots that hold what is pinned.",
     "pins": "Prompts that are pinned.",
     "retired_slots": "Host slots not used any more because their bytes changed in memory.",
+    "pool_engines": "Engines that share the host memory, if any do.",
+    "own_slots": "Host slots that this engine stores in; others' it only reads.",
     "is_disabled": "1 if the connector has given up and only finishes what is in flight.",
     "stores_in_flight": "Stores that not all ranks have finished.",
     "loads_in_flight": "Loads that not all ranks have finished.",

@@ -54,7 +54,7 @@ START_STEPS_MAX = 1000
 so that an operator sees them before the first request. An idle step takes a millisecond."""
 
 
-NOTHING_ASKED = {**NO_RATES, "pins": 0, "pinned_slots": 0}
+NOTHING_ASKED = {**NO_RATES, "pins": 0, "pinned_slots": 0, "pool_engines": 0, "own_slots": 0}
 """Gauges that only some configurations have."""
 
 

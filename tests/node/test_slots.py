@@ -11,6 +11,7 @@ import pytest
 from safe_offload.errors import InvariantError
 from safe_offload.node import table as table_module
 from safe_offload.node.table import DEAD_AFTER_S, reserved_slots
+from safe_offload.observe.counters import Count
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.node.engines import Engine, hash_of, pools_in
 from tests.node.storm import account, storm
@@ -84,6 +85,8 @@ def test_an_engine_overwrites_nothing_that_a_guest_has_leased(start):
     lease = other.hit(*many(3))
     granted = one.slots.grant(SLOTS)
     assert set(granted) == set(slots) - set(lease.slots)
+    assert other.counters == {Count.BORROWED_BLOCKS: 3}
+    assert (one.slots.num_own, other.slots.num_own) == (USABLE, 0)
     one.slots.release(granted)
     assert one.slots.num_leased == 0  # what waits for guests is no leak
     one.check()
@@ -100,6 +103,7 @@ def test_a_slot_that_was_overwritten_since_it_was_seen_is_not_leased(start):
     found = other.slots.directory.find_run(0, many(3))
     lease = other.leases.lease(LeaseKind.MATCH, found)
     assert other.slots.num_lost == num_lost + 3
+    assert other.counters[Count.LOST_BLOCKS] == 3
     assert other.slots.directory.find_run(0, many(3)) == []
     other.check()
     lease.release()

@@ -147,6 +147,12 @@ class NodePlanner(Planner):
             table.num_slots,
         )
 
+    def gauges(self) -> dict[str, float]:
+        gauges, table = super().gauges(), self.slots.table
+        if table is not None:
+            gauges |= {"pool_engines": len(table.engines), "own_slots": self.slots.num_own}
+        return gauges
+
     def _nap_if_idle(self) -> None:
         if not (self.book.num_live or len(self.leases) or self.has_pending_push_work()):
             self.slots.nap()

@@ -18,6 +18,7 @@ import numpy as np
 
 from safe_offload.errors import InvariantError
 from safe_offload.node.locks import fence
+from safe_offload.observe.counters import Count
 from safe_offload.scheduler.cache.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class NodeSlots(SlotPool):
     def num_leased(self) -> int:
         """See `SlotPool`; those that only wait for guests do not count."""
         return super().num_leased - len(self.parked - self._retired)
+
+    @property
+    def num_own(self) -> int:
+        """Slots of this engine's lots."""
+        return min(self.num_usable, len(self._lots) * self._table.lot_slots)
 
     def attach(self, table: Table) -> None:
         """Use the slots of a table that this engine has joined."""
@@ -266,9 +272,7 @@ class NodeSlots(SlotPool):
         elif not free and table.free_napping():
             free = table.free_lots(self.num_usable)
         for lot in free:
-            if num_wanted <= 0:
-                return
-            if table.claim(lot):
+            if num_wanted > 0 and table.claim(lot):
                 num_wanted -= self._take_over(lot)
 
     def _has_room(self, lot: int) -> bool:
@@ -278,9 +282,7 @@ class NodeSlots(SlotPool):
         """A lot is this engine's from now on, with what it holds; return how many slots it has."""
         table = self._table
         slots = table.range_of(lot)
-        self._drop_changed(
-            lot
-        )  # and find nothing new: a caller of `grant` may be about to store it
+        self._drop_changed(lot)  # and find nothing new: it may be what is stored next
         self._lots.add(lot)
         hashes = self.directory.hashes
         unknown = [slot for slot in slots if hashes[slot] is None]
@@ -336,8 +338,10 @@ class NodeSlots(SlotPool):
             lost = self.table.visit(array, self._seen[array]).tolist()
             self._marked.update(new)
             self._marked.difference_update(lost)
+            self._counters[Count.BORROWED_BLOCKS] += len(new) - len(lost)
             if lost:
                 self.num_lost += len(lost)
+                self._counters[Count.LOST_BLOCKS] += len(lost)
                 self.forget(lost)
         self._more_leases.update(self._leased.intersection(slots))
         self._leased.update(slots)
