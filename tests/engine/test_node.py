@@ -122,7 +122,7 @@ def serve(model, tmp_path):
                     tmp_path / name,
                     num_blocks=40,
                     config=connector(num_slots, share="node", verify="load"),
-                    arguments=("--prefix-caching-hash-algo", HASHES, *arguments),
+                    arguments=arguments,
                 )
             )
 
