@@ -21,6 +21,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -291,17 +292,22 @@ class Table:
 
     # ---- any slot ------------------------------------------------------------------------------
 
-    def read(self, slot: int) -> tuple[int, int, int, bytes] | None:
-        """Return word, generation, group and hash of a slot; None if it holds nothing for now."""
-        word = int(self.words[slot])
-        if not word & _FILLED or self.bad[slot]:
-            return None
+    def read(self, slots: Slots) -> list[tuple[int, int, int, int, bytes]]:
+        """Return slot, word, generation, group and hash of those that hold something for now."""
+        words = self.words[slots]
+        slots = slots[is_filled := (words & _FILLED != 0) & (self.bad[slots] == 0)]
+        words = words[is_filled]
         fence()
-        generation = int(self.generations[slot])
-        block_hash = self.hashes[slot, : word >> 16 & 0xFFFF].tobytes()
+        generations, width = self.generations[slots].tolist(), self.hash_bytes
+        hashes = self.hashes[slots].tobytes()
         fence()
-        is_whole = int(self.words[slot]) == word
-        return (word, generation, word >> 8 & 0xFF, block_hash) if is_whole else None
+        is_whole = (self.words[slots] == words).tolist()
+        found = zip(slots.tolist(), words.tolist(), generations, is_whole, strict=True)
+        return [
+            (slot, word, generation, word >> 8 & 0xFF, hashes[at : at + (word >> 16 & 0xFFFF)])
+            for at, (slot, word, generation, is_it) in zip(count(0, width), found, strict=False)
+            if is_it
+        ]
 
     def visit(self, slots: Slots, words: npt.NDArray[np.uint64]) -> Slots:
         """Keep slots from being overwritten until `leave`; return those that hold something else.

@@ -23,7 +23,7 @@ A, B, C, D = (hash_of(9, number) for number in range(4))
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(tmp_path):
     """Start engines on one pool."""
     engines = []
 
@@ -63,6 +63,18 @@ def test_what_is_being_stored_is_not_found(start):
     assert other.find(A) == []
     one.end(lease)
     assert other.find(A) == lease.slots or other.find(A)
+
+
+def test_what_is_overwritten_while_it_is_read_is_not_found(start, monkeypatch):
+    one, other = start(), start()
+    one.store(A)
+
+    def overwrite():
+        monkeypatch.undo()
+        one.begin(*many(USABLE))
+
+    monkeypatch.setattr(table_module, "fence", overwrite)
+    assert other.find(A) == []
 
 
 def test_what_others_have_is_not_stored_again(start):
@@ -364,4 +376,3 @@ def test_a_process_that_is_killed_leaves_its_slots_to_others(tmp_path):
         assert len(heir.find(*many(USABLE))) == USABLE
         heir.close()
         assert account(SLOTS) == dict.fromkeys(("torn", "marks", "owned", "not grantable"), 0)
-    assert table_module.ENGINES_MAX > 1

@@ -24,7 +24,7 @@ from safe_offload.scheduler.cache.slots import SlotPool
 if TYPE_CHECKING:
     from safe_offload.node.table import Slots, Table
 
-LOOKS_MAX = 4096
+LOOKS_MAX = 2048
 """Changed slots that are looked at in one step: a few milliseconds."""
 GIVES_MAX = 4
 """Lots that are given to others in one step."""
@@ -158,13 +158,12 @@ class NodeSlots(SlotPool):
         """Look at what has changed in a lot of another; return how many slots that were."""
         changed, tables = self._drop_changed(lot), self.directory.tables
         new: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
-        for slot in changed:
-            record = self._table.read(slot)
-            if record is None:
-                self._seen[slot] = 0  # looked at again when its lot changes
-                continue
-            self._seen[slot], generation, group_idx, block_hash = record
-            is_ours = generation in (self.generation, self.secret) and group_idx < len(tables)
+        self._seen[changed] = 0  # what is being changed now is looked at again when its lot changes
+        records = self._table.read(_array(changed))
+        self._seen[[record[0] for record in records]] = [record[1] for record in records]
+        ours, num_groups = (self.generation, self.secret), len(tables)
+        for slot, _, generation, group_idx, block_hash in records:
+            is_ours = generation in ours and group_idx < num_groups
             if is_ours and block_hash not in tables[group_idx]:
                 new[group_idx].setdefault(block_hash, slot)
         for group_idx, found in new.items():
