@@ -162,10 +162,9 @@ class NodeSlots(SlotPool):
         records = self._table.read(_array(changed))
         self._seen[[record[0] for record in records]] = [record[1] for record in records]
         ours, num_groups = (self.generation, self.secret), len(tables)
-        for slot, _, generation, group_idx, block_hash in records:
-            is_ours = generation in ours and group_idx < num_groups
-            if is_ours and block_hash not in tables[group_idx]:
-                new[group_idx].setdefault(block_hash, slot)
+        for slot, _, generation, group, block_hash in records:
+            if generation in ours and group < num_groups and block_hash not in tables[group]:
+                new[group].setdefault(block_hash, slot)
         for group_idx, found in new.items():
             found_slots = list(found.values())
             self.directory.begin_store(found_slots, group_idx, list(found), {})
