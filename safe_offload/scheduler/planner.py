@@ -247,6 +247,8 @@ class Planner(SchedulerSide):
             if phase is not Phase.RUNNING:
                 return 0
             self._preempt(state)
+        if self.loads.holds_up():
+            return None
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
             return 0

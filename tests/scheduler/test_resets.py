@@ -108,6 +108,24 @@ def test_a_load_that_is_under_way_at_a_reset_is_not_used(make_rig, shape):
     rig.check_idle()
 
 
+def test_requests_that_load_beside_a_shared_prefix_go_on_after_a_reset(make_rig):
+    """The first needs more than is free: what the others hold, vLLM frees when it comes to them."""
+    rig = make_rig(num_blocks=60, num_slots=300)
+    prefix = rig.prompt(101, 1)
+    prompts = {f"loads {n}": [*prefix[:100], *rig.prompt(21, 1 + n)] for n in range(1, 6)}
+    for name, prompt in prompts.items():
+        rig.run_alone(f"old {name}", prompt)
+    rig.forget_gpu_cache()
+    rig.run_alone("prefix", prefix)
+    rig.hold_copies(True)
+    for name, prompt in prompts.items():
+        rig.add(name, prompt)
+    rig.step_until(lambda: len(rig.planner.loads.ledger.in_flight) == len(prompts))
+    rig.planner.reset_cache()
+    rig.hold_copies(False)
+    rig.finish(**dict.fromkeys(prompts, 4))
+
+
 def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(make_rig):
     rig = make_rig(num_blocks=60, num_slots=300)
     run_to(rig, "a", rig.prompt(21, 1), 2, of=60)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
 from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
@@ -84,6 +86,7 @@ class Loads:
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
+        self._failed: set[RequestState] = set()  # vLLM was told; they have not run since
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -149,6 +152,9 @@ class Loads:
             self.drop_hit(state)
             is_under_way = bool(ledger.in_flight or ledger.new)
             return None if is_under_way and self._shared_loads.puts_off(wait, now_s) else 0
+        if hit is progress.hit and self._failed:
+            # vLLM found too few blocks, and may have reserved them for one that holds none now.
+            return None
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
@@ -294,6 +300,7 @@ class Loads:
         """A request goes on without a load: it may be offered hits and loads again."""
         if self._admission.holders:
             self._admission.release(state)
+        self._failed.discard(state)
         progress = self.progress[state]
         if progress.hit is not None:
             self.drop_hit(state)
@@ -302,11 +309,28 @@ class Loads:
             progress.wait.unstick()
 
     def compute_next(self, state: RequestState) -> None:
-        """Another connector's load failed: no hit before the request has run, as in `sent`."""
+        """vLLM was told that its load, or another connector's, failed: no hit before it has run.
+
+        The same might be unusable again, and vLLM 0.32.0 counts what it has reserved for the first
+        load of a request against its second, which in a small pool then never begins.
+        """
         self.progress[state].must_compute = True
+        if not state.finished:
+            self._failed.add(state)
+
+    def holds_up(self) -> bool:
+        """Whether vLLM still holds blocks of a request whose load has failed.
+
+        It frees them when it comes to that request in its queue, and stops at the first that finds
+        too few. That one may need them: after a reset it shares no block with others any more, and
+        those blocks were counted once. So all wait until vLLM has come to every one that failed.
+        """
+        waits = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return any(state.request.status == waits for state in self._failed)
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
+        self._failed.discard(state)
         if self._admission.holders:
             self._admission.release(state)
         if self.progress[state].hit is not None:
@@ -347,10 +371,7 @@ class Loads:
     def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
 
-        From now on only the workers' echo ends the wait of a request whose load failed. It is
-        offered no other hit before it has run: the same might be unusable again, and vLLM 0.32.0
-        counts what it has reserved for the first load of a request against its second, which in a
-        small pool then never begins.
+        From now on only the workers' echo ends the wait of a request whose load failed.
         """
         for load in self.ledger.sent():
             load.sent(now_s)
@@ -358,7 +379,6 @@ class Loads:
         for state in failures:
             state.end_load(has_failed=True)
             progress = self.progress[state]
-            progress.must_compute = True
             progress.num_failed += 1
             if progress.num_failed == FAILED_LOADS_MAX:
                 self._counters[Count.GIVEN_UP_REQUESTS] += 1

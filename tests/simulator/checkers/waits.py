@@ -1,6 +1,6 @@
 """I7: a request waits for another's load only while that load brings what it lacks, and not long.
 
-It may wait for any load if those under way hold too many blocks for its own.
+It may wait for any load if those under way hold too many blocks for its own, or have failed.
 
 I9: it waits for tiers only while they are asked for what it lacks, and in all at most its bound.
 
@@ -73,7 +73,7 @@ class WaitChecker:
         self, original: Callable[..., Any], request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         answer: tuple[int | None, bool] = original(request, num_computed_tokens)
-        if answer[0] is None and self._is_starting():
+        if answer[0] is None and (self._is_starting() or self._is_held_up()):
             return answer
         side = self._core.connector.side
         progress = side.loads.progress.get(side.book.find(request))
@@ -98,6 +98,14 @@ class WaitChecker:
         """Whether an engine that shares its pool has not heard from its ranks where that is."""
         core = self._core
         return core.node is not None and core.connector.side.hits.slots.table is None
+
+    def _is_held_up(self) -> bool:
+        """Whether a load has failed, and vLLM holds or reserves blocks for its request."""
+        scheduler = self._core.scheduler
+        return bool(scheduler.failed_recving_kv_req_ids) or any(
+            not request.num_computed_tokens
+            for request in getattr(scheduler, "_inflight_prefills", ())
+        )
 
     def _check_put_off(self, waiter: _Waiter) -> None:
         name = waiter.request.request_id
