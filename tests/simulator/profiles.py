@@ -211,12 +211,12 @@ PROFILES: dict[str, Profile] = {
     ),
     "hybrid-pressure": Profile(
         "window and full attention: preemptions without a free slot",
-        replace(_HYBRID, num_blocks=36, num_slots=24),
+        replace(_HYBRID, num_blocks=39, num_slots=24),
         Workload(output_tokens=40),
     ),
     "lazy-pressure": Profile(
         "lazy_offload with a window: preemptions",
-        replace(_HYBRID, num_blocks=36, extra={"lazy_offload": True}, has_streams=True),
+        replace(_HYBRID, num_blocks=39, extra={"lazy_offload": True}, has_streams=True),
         Workload(num_requests=32, num_stems=2, num_tails=2, output_tokens=40),
         copy_ticks_max=24,
     ),
@@ -343,7 +343,7 @@ PROFILES: dict[str, Profile] = {
         "the same with lazy_offload, a window and preemptions on a GPU",
         replace(
             _HYBRID,
-            num_blocks=39,  # fewer, and vLLM itself never takes the longest request back
+            num_blocks=40,
             is_async=True,
             has_streams=True,
             extra={"lazy_offload": True, "tenants": TENANTS_FILE, "eviction_policy": "slru"},
@@ -373,7 +373,7 @@ PROFILES: dict[str, Profile] = {
         "lazy_offload with a window, two ranks on a GPU, two tiers that evict",
         replace(
             _HYBRID,
-            num_blocks=40,
+            num_blocks=41,
             tensor_ranks=2,
             is_async=True,
             has_streams=True,
@@ -493,7 +493,7 @@ PROFILES: dict[str, Profile] = {
         "the same with lazy_offload, a window, two ranks on a GPU, copies that fail",
         replace(
             _HYBRID,
-            num_blocks=40,
+            num_blocks=41,
             tensor_ranks=2,
             is_async=True,
             has_streams=True,
