@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from safe_offload.worker.copies.base import Direction
 from tests.counts import num_failed
 from tests.scheduler.rig import Rig
 from tests.simulator.groups import BLOCK_TOKENS
@@ -108,19 +109,44 @@ def test_a_load_that_is_under_way_at_a_reset_is_not_used(make_rig, shape):
     rig.check_idle()
 
 
-def test_requests_that_load_beside_a_shared_prefix_go_on_after_a_reset(make_rig):
-    """The first needs more than is free: what the others hold, vLLM frees when it comes to them."""
-    rig = make_rig(num_blocks=60, num_slots=300)
+def beside_a_prefix(rig: Rig, count: int) -> dict[str, list[int]]:
+    """Prompts with a prefix that the GPU has, and more that only the host has."""
     prefix = rig.prompt(101, 1)
-    prompts = {f"loads {n}": [*prefix[:100], *rig.prompt(21, 1 + n)] for n in range(1, 6)}
+    prompts = {f"loads {n}": [*prefix[:100], *rig.prompt(21, 2 + n)] for n in range(count)}
     for name, prompt in prompts.items():
         rig.run_alone(f"old {name}", prompt)
     rig.forget_gpu_cache()
     rig.run_alone("prefix", prefix)
+    return prompts
+
+
+def begin_to_load(rig: Rig, prompts: dict[str, list[int]]) -> None:
     rig.hold_copies(True)
     for name, prompt in prompts.items():
         rig.add(name, prompt)
     rig.step_until(lambda: len(rig.planner.loads.ledger.in_flight) == len(prompts))
+
+
+def test_requests_that_load_beside_a_shared_prefix_go_on_after_a_reset(make_rig):
+    """The first needs more than is free: what the others hold, vLLM frees when it comes to them."""
+    rig = make_rig(num_blocks=60, num_slots=300)
+    prompts = beside_a_prefix(rig, 5)
+    begin_to_load(rig, prompts)
+    rig.planner.reset_cache()
+    rig.hold_copies(False)
+    rig.finish(**dict.fromkeys(prompts, 4))
+
+
+def test_a_request_whose_load_has_landed_lets_the_one_before_it_go_on_after_a_reset(make_rig):
+    rig = make_rig(num_blocks=60, num_slots=300, max_seqs=2)
+    prompts = beside_a_prefix(rig, 2)
+    run_to(rig, "runs", rig.prompt(5, 8), 2, of=40)
+    begin_to_load(rig, prompts)
+    run_to(rig, "runs too", rig.prompt(5, 9), 1, of=40)  # so none that has loaded can
+    (device,) = rig.devices
+    _, last = (copy for copy in device.running if copy.copy.direction is Direction.LOAD)
+    device.end(last)
+    rig.step_until(lambda: len(rig.planner.loads.ledger.in_flight) == 1)
     rig.planner.reset_cache()
     rig.hold_copies(False)
     rig.finish(**dict.fromkeys(prompts, 4))

@@ -261,7 +261,7 @@ class Device:
                 continue
             copy.ticks_left -= 1
             if copy.ticks_left < 0:
-                self._end(copy)
+                self.end(copy)
             else:
                 draw = self.chance.bits("tick", self.rank, self.num_ticks, len(copy.pending))
                 self._move(copy, draw % (len(copy.pending) + 1))
@@ -287,7 +287,8 @@ class Device:
         for _ in range(min(count, len(copy.pending))):
             yield copy.pending.pop()
 
-    def _end(self, copy: SimCopy) -> None:
+    def end(self, copy: SimCopy) -> None:
+        """Move the rest of a copy, or fail."""
         self._move(copy, len(copy.pending) // 2 if copy.fails else len(copy.pending))
         self.running.remove(copy)
         copy.has_ended = True
@@ -317,7 +318,7 @@ class Device:
         if not self._may_move(copy):
             return False
         if copy.fails:
-            self._end(copy)
+            self.end(copy)
         else:
             self._move(copy, len(copy.pending))
         return True
@@ -326,7 +327,7 @@ class Device:
         self.synchronize(self.num_enqueued)
         for copy in list(self.running):
             self.clock.now_s = max(self.clock.now_s, copy.stalled_until_s)
-            self._end(copy)
+            self.end(copy)
 
 
 class SimBackend:

@@ -86,7 +86,7 @@ class Loads:
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
-        self._failed: set[RequestState] = set()  # vLLM was told; they have not run since
+        self._unrun: set[RequestState] = set()  # their loads have ended as `holds_up` says
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -152,7 +152,7 @@ class Loads:
             self.drop_hit(state)
             is_under_way = bool(ledger.in_flight or ledger.new)
             return None if is_under_way and self._shared_loads.puts_off(wait, now_s) else 0
-        if hit is progress.hit and self._failed:
+        if hit is progress.hit and self._unrun:
             # vLLM found too few blocks, and may have reserved them for one that holds none now.
             return None
         if hit is not progress.hit:
@@ -300,7 +300,7 @@ class Loads:
         """A request goes on without a load: it may be offered hits and loads again."""
         if self._admission.holders:
             self._admission.release(state)
-        self._failed.discard(state)
+        self._unrun.discard(state)
         progress = self.progress[state]
         if progress.hit is not None:
             self.drop_hit(state)
@@ -316,21 +316,21 @@ class Loads:
         """
         self.progress[state].must_compute = True
         if not state.finished:
-            self._failed.add(state)
+            self._unrun.add(state)
 
     def holds_up(self) -> bool:
-        """Whether vLLM still holds blocks of a request whose load has failed.
+        """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
 
-        It frees them when it comes to that request in its queue, and stops at the first that finds
-        too few. That one may need them: after a reset it shares no block with others any more, and
-        those blocks were counted once. So all wait until vLLM has come to every one that failed.
+        It frees or uses them when it comes to that request in its queue, and stops at the first
+        that finds too few. That one may need them: after a reset it shares no block with others any
+        more, and those blocks were counted once. So all wait until vLLM has come to every one.
         """
-        waits = RequestStatus.WAITING_FOR_REMOTE_KVS
-        return any(state.request.status == waits for state in self._failed)
+        waits, held = RequestStatus.WAITING_FOR_REMOTE_KVS, (state.request for state in self._unrun)
+        return any(request.status == waits or request.num_computed_tokens for request in held)
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
-        self._failed.discard(state)
+        self._unrun.discard(state)
         if self._admission.holders:
             self._admission.release(state)
         if self.progress[state].hit is not None:
@@ -342,6 +342,8 @@ class Loads:
 
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
+        if state.is_announced and not state.finished:
+            self._unrun.add(state)
         self.drop_hit(state)
         self.progress[state].wait.call_off()
 
