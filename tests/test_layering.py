@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "scheduler/node": (
         "node",
+        "observe",
         "protocol",
         "scheduler",
         "scheduler/cache",
