@@ -81,6 +81,12 @@ class RequestState:
         """Whether vLLM has finished the request."""
         return self.phase is Phase.FINISHED
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether vLLM keeps what was loaded for it, though it does not run."""
+        waits = self.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return bool(waits or self.request.num_computed_tokens)
+
     def move(self, phase: Phase) -> None:
         """Change the phase.
 

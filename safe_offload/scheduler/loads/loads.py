@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
 from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
@@ -325,8 +323,7 @@ class Loads:
         that finds too few. That one may need them: after a reset it shares no block with others any
         more, and those blocks were counted once. So all wait until vLLM has come to every one.
         """
-        waits, held = RequestStatus.WAITING_FOR_REMOTE_KVS, (state.request for state in self._unrun)
-        return any(request.status == waits or request.num_computed_tokens for request in held)
+        return any(state.holds_blocks for state in self._unrun)
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
