@@ -331,14 +331,6 @@ def test_vllm_may_cut_a_hit_or_take_none_of_it(monkeypatch, name, num_left_out):
             break
 
 
-# ---- found by their seeds -----------------------------------------------------------------------
-
-
-def test_what_requests_of_before_a_reset_give_away_is_not_stored():
-    """A look ahead saw their states in vLLM's queue, hashed anew, and lazy stores took them."""
-    assert not findings_of(draw("qwen3-next", 433), [433])
-
-
 # ---- blocks that nobody has zeroed --------------------------------------------------------------
 
 LOADS_FAIL = replace(

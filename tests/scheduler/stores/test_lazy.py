@@ -234,6 +234,22 @@ def test_after_a_reset_everything_is_looked_at_anew_and_nothing_old_is_stored(ma
     rig.finish()
 
 
+def test_what_requests_of_before_a_reset_give_away_is_not_stored(make_rig):
+    """A look ahead sees it in vLLM's queue, hashed anew."""
+    rig = lazy(make_rig, num_blocks=40)
+    rig.fill_gpu_cache("old", 1)
+    request = rig.add("decodes", rig.prompt(2, 2), max_tokens=20)
+    watch = Watch(rig)
+    watch.step()
+    num_stored = watch.num_stored
+    rig.planner.policy.look_ahead(100)
+    rig.planner.gpu.forget_hashes()
+    rig.planner.policy.forget_table(rig.planner.book.find(request))
+    watch.step()
+    assert watch.num_stored == num_stored
+    rig.finish()
+
+
 # ---- nothing is lost ---------------------------------------------------------------------------
 
 
