@@ -84,8 +84,9 @@ class RequestState:
     @property
     def holds_blocks(self) -> bool:
         """Whether vLLM keeps what was loaded for it, though it does not run."""
-        waits = self.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        return bool(waits or self.request.num_computed_tokens)
+        status, is_begun = self.request.status, self.request.num_computed_tokens > 0
+        is_ready = status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        return status == RequestStatus.WAITING_FOR_REMOTE_KVS or bool(is_ready and is_begun)
 
     def move(self, phase: Phase) -> None:
         """Change the phase.
