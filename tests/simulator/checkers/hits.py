@@ -1,6 +1,6 @@
 """I1: a reported hit stays as it is until its load has landed; I7: it is not offered for ever."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
@@ -36,7 +36,7 @@ class HitChecker:
         tap(connector, "reset_cache", self._see_reset)
         ledger.on_plan.append(self._see_plan)
         if core.node is not None:
-            core.node.watch(core, self._failed.difference_update)
+            core.node.watch(core, self._see_others_store)
 
     def _see_search(self, original: Callable[..., Hit | None], *args: Any) -> Hit | None:
         self._found = original(*args)
@@ -72,6 +72,10 @@ class HitChecker:
                 raise Finding("I7", f"a hit for {request.request_id}: {num_failed} loads failed")
             self.offered[request.request_id] = (num_tokens, slots)
         return num_tokens, is_async
+
+    def _see_others_store(self, slots: Iterable[int]) -> None:
+        self._learn_failures()  # of what was there before
+        self._failed.difference_update(slots)
 
     def _learn_failures(self) -> None:
         for record in self._ledger.take_over_loads():
