@@ -150,12 +150,12 @@ class Loads:
             self.drop_hit(state)
             is_under_way = bool(ledger.in_flight or ledger.new)
             return None if is_under_way and self._shared_loads.puts_off(wait, now_s) else 0
-        if hit is progress.hit and self._unrun:
-            # vLLM found too few blocks, and may have reserved them for one that holds none now.
-            return None
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
+        elif self._unrun:
+            # vLLM found too few blocks, and may have reserved them for one that holds none now.
+            return None
         return hit.num_tokens
 
     def drop_hit(self, state: RequestState) -> None:

@@ -141,15 +141,12 @@ class NodeSlots(SlotPool):
                 num_left -= self._look_at(lot)
             self._versions[lot] = versions[lot]
 
-    def _drop_changed(self, lot: int) -> list[int]:
+    def _drop_changed(self, lot: int) -> Slots:
         """No longer find what has changed in a lot of another; return these slots."""
-        slots = [slot for slot in self._table.range_of(lot) if slot < self.num_usable]
-        if not slots:
-            return []
-        words = self._table.words[slots[0] : slots[-1] + 1]
-        places = np.flatnonzero(words != self._seen[slots[0] : slots[-1] + 1])
-        changed: list[int] = (places + slots[0]).tolist()
-        gone = [slot for slot in changed if self.directory.hashes[slot] is not None]
+        slots = self._table.range_of(lot)
+        part = slice(slots.start, min(slots.stop, self.num_usable))
+        changed: Slots = np.flatnonzero(self._table.words[part] != self._seen[part]) + slots.start
+        gone = [slot for slot in changed.tolist() if self.directory.hashes[slot] is not None]
         if gone:
             self.forget(gone)
         return changed
@@ -159,7 +156,7 @@ class NodeSlots(SlotPool):
         changed, tables = self._drop_changed(lot), self.directory.tables
         new: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
         self._seen[changed] = 0  # what is being changed now is looked at again when its lot changes
-        records = self._table.read(_array(changed))
+        records = self._table.read(changed)
         self._seen[[record[0] for record in records]] = [record[1] for record in records]
         ours, num_groups = (self.generation, self.secret), len(tables)
         for slot, _, generation, group, block_hash in records:
