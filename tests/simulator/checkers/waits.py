@@ -61,7 +61,10 @@ class WaitChecker:
         self._tier_wait_max_s = max((tier.wait_s for tier in core.config.tiers), default=0.0)
         self._has_room = False
         """Whether the last plan has left slots, and no fetch holds any."""
+        self._landed: set[Any] = set()
+        """Requests that had not run since their load, at the last reset."""
         ledger.on_plan.append(self._see_plan)
+        tap(core.connector, "reset_cache", self._see_reset)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
 
     def _see_plan(self, plan: StepPlan) -> None:
@@ -100,12 +103,24 @@ class WaitChecker:
         return core.node is not None and core.connector.side.hits.slots.table is None
 
     def _is_held_up(self) -> bool:
-        """Whether a load has failed, and vLLM holds or reserves blocks for its request."""
+        """Whether vLLM has blocks for a request whose load failed, or had landed at a reset."""
         scheduler = self._core.scheduler
         return bool(scheduler.failed_recving_kv_req_ids) or any(
-            not request.num_computed_tokens
-            for request in getattr(scheduler, "_inflight_prefills", ())
+            not request.num_computed_tokens or request in self._landed
+            for request in self._ended_loads()
         )
+
+    def _see_reset(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._landed = set(self._ended_loads())
+        return original(*args, **kwargs)
+
+    def _ended_loads(self) -> Iterator[Any]:
+        """Requests that vLLM has not run since their load ended."""
+        from vllm.v1.request import RequestStatus
+
+        for request in getattr(self._core.scheduler, "_inflight_prefills", ()):
+            if request.status != RequestStatus.RUNNING and not self._is_loading(request):
+                yield request
 
     def _check_put_off(self, waiter: _Waiter) -> None:
         name = waiter.request.request_id
