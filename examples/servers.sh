@@ -22,15 +22,22 @@ begin() { # NAME: a folder for what the demo writes, which is kept on failure; a
     done
     work=$(mktemp -d "${TMPDIR:-/tmp}/$1.XXXXXX")
     trap finish EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
+    trap 'stop_early 130' INT
+    trap 'stop_early 143' TERM
+}
+
+stop_early() { # STATUS: on purpose, so there is no log to look at
+    trap '' INT TERM
+    printf '\nstopped; the servers end, and nothing stays behind\n' >&2
+    logs=()
+    exit "$1"
 }
 
 finish() {
     local status=$? name
     trap - EXIT INT TERM
     stop_all
-    if ((status == 0)); then
+    if ((status == 0 || ${#logs[@]} == 0)); then
         rm -rf "$work"
     else
         for name in "${!logs[@]}"; do
@@ -38,6 +45,7 @@ finish() {
             printf '\nThe end of the log of the %s, %s:\n' "$name" "${logs[$name]}" >&2
             tail -n 40 "${logs[$name]}" >&2
         done
+        printf '\nThe logs and answers are kept in %s until you remove it.\n' "$work" >&2
     fi
     exit "$status"
 }
@@ -74,6 +82,7 @@ start() { # NAME COMMAND…: in the background, its output in its log
 is_running() { kill -0 "${pids[$1]}" 2>/dev/null; }
 
 make_tiny_model() { # PROMPT_TOKENS BLOCK_SIZE: writes $work/tiny-gemma3; prints how many KV blocks a prompt takes
+    say 'the model: a tiny gemma3 with random weights. Its answers make no sense; what counts is that they stay the same' >&2
     PYTHONPATH="$(dirname "${BASH_SOURCE[0]}")${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" - "$work/tiny-gemma3" "$1" "$2" <<'PYTHON' ||
 import sys
 from pathlib import Path
