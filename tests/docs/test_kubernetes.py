@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -119,12 +118,3 @@ def vllm_arguments() -> argparse.Namespace:
     command, *arguments = container()["command"] + container()["args"]
     assert (command, arguments.pop(0)) == ("vllm", "serve")
     return make_serve_parser().parse_args(arguments)
-
-
-def test_what_the_image_is_made_of_exists():
-    root = Path(__file__).parents[2]
-    lines = (FOLDER / "Dockerfile").read_text().splitlines()
-    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
-    assert copies
-    for source in (each for sources in copies for each in sources):
-        assert (root / source).exists(), source
