@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-VERSIONS = ("1.30", "1.37")
+VERSIONS = ("1.30", "1.33", "1.37")
 """Of Kubernetes."""
 
 NAMED = {
@@ -76,10 +76,16 @@ CRDS = {
 
 def manifests(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return every resource of a folder, by its kind and name."""
+    texts = [path.read_text() for path in sorted(folder.glob("*.yaml"))]
+    return {key: found for text in texts for key, found in resources_of(text).items()}
+
+
+def resources_of(text: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return every resource of a text, by its kind and name."""
     return {
         (resource["kind"], resource["metadata"]["name"]): resource
-        for path in sorted(folder.glob("*.yaml"))
-        for resource in yaml.safe_load_all(path.read_text())
+        for resource in yaml.safe_load_all(text)
+        if resource is not None
     }
 
 

@@ -136,12 +136,12 @@ def test_the_engines_differ_from_the_one_alone_by_the_tier_only():
     assert alone["spec"].pop("replicas") == 1
     assert container(fleet)["volumeMounts"].pop()["name"] == "kv-cache"
     assert pod(fleet)["volumes"].pop()["name"] == "kv-cache"
-    configs = []
-    for resource in (fleet, alone):
-        configs.append(transfer_config(resource))
-        container(resource)["args"].pop()
+    configs = [transfer_config(resource) for resource in (fleet, alone)]
     assert configs[0]["kv_connector_extra_config"].pop("tiers")
     assert configs[0] == configs[1]
+    (doctor,) = pod(fleet)["initContainers"]
+    assert doctor["args"] == container(alone)["args"], "without the tier"
+    container(fleet)["args"] = doctor["args"]
     assert fleet == alone
 
 

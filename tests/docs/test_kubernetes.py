@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import re
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
+from safe_offload.commands.cli import _make_parser as make_parser
+from safe_offload.commands.doctor.command import read_rest
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from tests.kubernetes_api import VERSIONS, changed, check, manifests
@@ -88,8 +91,9 @@ def test_the_pool_fits_into_the_memory_of_the_container():
     assert limits == container()["resources"]["requests"], "Guaranteed"
     volumes = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["volumes"]
     shm_bytes = size_bytes(volumes[0]["emptyDir"]["sizeLimit"])
-    left_bytes = size_bytes(limits["memory"]) - shm_bytes
-    assert size_bytes(extra["cpu_bytes_to_use"]) <= 0.95 * left_bytes
+    taken_bytes = size_bytes(extra["cpu_bytes_to_use"]) + size_bytes("40GiB")
+    needed_bytes = taken_bytes / 0.95 + shm_bytes
+    assert needed_bytes <= size_bytes(limits["memory"]) < needed_bytes + size_bytes("1GiB")
 
 
 def test_probes_ask_for_health_and_wait_for_nothing_else():
@@ -118,3 +122,35 @@ def vllm_arguments() -> argparse.Namespace:
     command, *arguments = container()["command"] + container()["args"]
     assert (command, arguments.pop(0)) == ("vllm", "serve")
     return make_serve_parser().parse_args(arguments)
+
+
+def test_the_files_that_the_pages_apply_exist():
+    """A folder stands for all its files."""
+    root = FOLDER.parents[1]
+    commands = [
+        found
+        for page in (root / "docs").rglob("*.md")
+        for found in re.findall(r"kubectl (?:create|apply) ([^\n`]+)", page.read_text())
+    ]
+    files = [file for command in commands for file in re.findall(r"-f (\S+)", command)]
+    assert "examples/kubernetes/fleet" in files
+    for file in files:
+        path = root / file
+        assert path.is_file() or list(path.glob("*.yaml")), file
+
+
+def test_doctor_has_the_container_of_vllm_to_itself_before_it():
+    (doctor,) = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["initContainers"]
+    assert doctor["command"] == ["safe-offload", "doctor", "--fail-on", "error"]
+    for key in ("image", "args", "env", "resources", "securityContext", "volumeMounts"):
+        assert doctor[key] == container()[key], key
+
+
+def test_doctor_takes_its_arguments():
+    (doctor,) = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["initContainers"]
+    read = make_parser().parse_args([*doctor["command"][1:], *doctor["args"]])
+    *of_vllm, option, config = container()["args"]
+    assert read_rest(read) == of_vllm
+    assert option == "--kv-transfer-config"
+    assert read.kv_transfer_config == config
+    assert read.fail_on == "error"
