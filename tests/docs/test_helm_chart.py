@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -244,7 +245,7 @@ def test_the_memory_is_what_the_guide_computes(rendered, name):
     assert resources["limits"] == resources["requests"], "Guaranteed"
     pool, vllm, shm = (mib(values[key]) for key in ("cpuBytesToUse", "vllmMemory", "shmSize"))
     is_shared, num_engines = bool(values["share"]), values["dataParallelSize"]
-    pools = pool if is_shared else pool * num_engines
+    pools = math.ceil(pool * 1.01) if is_shared else pool * num_engines
     limit = mib(resources["limits"]["memory"])
     formula = max((pools + vllm) / 0.95, pools + vllm + 512) + shm
     assert formula <= limit < formula + 1024, "in whole GiB"
@@ -268,7 +269,7 @@ def test_the_memory_is_what_the_guide_computes(rendered, name):
         assert volume["hostPath"] == {"path": "/dev/shm", "type": "Directory"}
         return
     assert volume["emptyDir"]["medium"] == "Memory"
-    assert mib(volume["emptyDir"]["sizeLimit"]) == shm + (pool if is_shared else 0)
+    assert mib(volume["emptyDir"]["sizeLimit"]) == shm + (pools if is_shared else 0)
 
 
 # ---- values ------------------------------------------------------------------------------------

@@ -20,10 +20,19 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- mul (regexFind "^[0-9]+" .) (get $units (regexFind "[MGT]i" .)) -}}
 {{- end -}}
 
+{{/* The MiB of all pools. One that is shared has a table and checksums beside it, at most 1 %. */}}
+{{- define "safe-offload.pools" -}}
+{{- $pool := include "safe-offload.mib" .Values.cpuBytesToUse -}}
+{{- if .Values.share -}}
+{{- div (add (mul $pool 101) 99) 100 -}}
+{{- else -}}
+{{- mul $pool .Values.dataParallelSize -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The memory limit. 5 % stays free, at least 512 MiB: the engine insists on it. */}}
 {{- define "safe-offload.memory" -}}
-{{- $pools := ternary 1 .Values.dataParallelSize (ne .Values.share "") -}}
-{{- $taken := add (mul $pools (include "safe-offload.mib" .Values.cpuBytesToUse)) (include "safe-offload.mib" .Values.vllmMemory) -}}
+{{- $taken := add (include "safe-offload.pools" .) (include "safe-offload.mib" .Values.vllmMemory) -}}
 {{- $limit := max (div (add (mul $taken 100) 94) 95) (add $taken 512) -}}
 {{- div (add $limit (include "safe-offload.mib" .Values.shmSize) 1023) 1024 }}Gi
 {{- end -}}
@@ -31,7 +40,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{/* The size of /dev/shm. */}}
 {{- define "safe-offload.shm" -}}
 {{- if .Values.share -}}
-{{ add (include "safe-offload.mib" .Values.shmSize) (include "safe-offload.mib" .Values.cpuBytesToUse) }}Mi
+{{ add (include "safe-offload.mib" .Values.shmSize) (include "safe-offload.pools" .) }}Mi
 {{- else -}}
 {{ .Values.shmSize }}
 {{- end -}}
