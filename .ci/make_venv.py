@@ -106,6 +106,8 @@ def _set_up(venv: Path, requirements: Path, torch_version: str, vllm_version: st
     installer.prepare()
     torch = [f"torch=={torch_version}", *torch_source(installer, os.environ.get("TORCH") or "auto")]
     size = installer.size_of_torch(torch)
+    if size is CUDA_TORCH and not os.environ.get("TORCH"):
+        say(f"{CPU_INDEX} cannot be reached, so torch comes from PyPI, with CUDA")
     require_room(venv, Size(*map(sum, zip(REST, size, strict=True))), installer.cache())
     names = [line for line in requirements.read_text().splitlines() if re.match(r"[a-z0-9]", line)]
     installer.install("torch", torch, size)

@@ -98,6 +98,22 @@ def test_words_that_are_not_known_are_refused(tmp_path):
     assert not venv.exists()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "reachable", "source"),
+    [("auto", True, ["--index-url", "…"]), ("auto", False, []), ("pypi", True, [])],
+)
+def test_torch_for_the_cpu_is_taken_where_its_index_can_be_reached(
+    wanted, reachable, source, monkeypatch
+):
+    monkeypatch.setattr(make_venv, "_can_reach", lambda _: reachable)
+    assert make_venv.torch_source(Pip(), wanted) == source
+
+
+def test_torch_for_the_cpu_that_is_asked_for_and_cannot_be_had_ends_the_set_up(monkeypatch):
+    monkeypatch.setattr(make_venv, "_can_reach", lambda _: False)
+    assert "Write TORCH=pypi" in make_venv_error(lambda: make_venv.torch_source(Pip(), "cpu"))
+
+
 class Pip:
     cpu_torch = ("--index-url", "…")
 
