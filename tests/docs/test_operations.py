@@ -9,6 +9,7 @@ import pytest
 
 import safe_offload
 from safe_offload.protocol import FailureReason
+from tests.docs.messages import is_said
 
 PACKAGE = Path(safe_offload.__file__).parent
 LOG_LINES = (PACKAGE.parent / "docs" / "reference" / "log-lines.md").read_text()
@@ -71,6 +72,41 @@ def test_messages_are_found():
 @pytest.mark.parametrize(("where", "words"), MESSAGES)
 def test_every_warning_and_error_is_explained(where, words):
     assert words in LOG_LINES, f"{where}: docs/reference/log-lines.md does not know this message"
+
+
+def quoted() -> list[str]:
+    """What the page says that a log has: the first cells of its tables, and what is a bug."""
+    cells = re.findall(r"^\| (.*?) \|", LOG_LINES.partition("## Why a transfer")[0], re.MULTILINE)
+    cells += re.findall(r"^\| (.*?) \|", LOG_LINES.partition("## What ends")[2], re.MULTILINE)
+    cells += [re.findall(r"### Bugs, contained\n\n(.*?)\n\n", LOG_LINES, re.DOTALL)[0]]
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+QUOTED = quoted()
+
+
+def test_quoted_messages_are_found():
+    assert len(QUOTED) >= 120
+    assert "A tier still uses the host memory of this worker, which is not freed." in QUOTED
+    assert "Transfer 17 could not be queued" in QUOTED
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_the_package_says_what_is_explained(message):
+    assert is_said(message), "no line of the code says this"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "looking into a Valkey or Redis server needs redis-py (…)",
+        'there is no tier for "…". Fix: write a "file:///" url.',
+        "Transfer 17 (load by batch, 4096 bytes) was begun and has not ended within 30 s.",
+        "A tier still uses the memory of this worker, which is not freed.",
+    ],
+)
+def test_what_the_package_does_not_say_is_noticed(message):
+    assert not is_said(message)
 
 
 @pytest.mark.parametrize("reason", FailureReason)
