@@ -8,6 +8,8 @@ import dataclasses
 import http.server
 import json
 import os
+import re
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
@@ -33,6 +36,7 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
+from safe_offload.tiers.valkey.names import key_of
 from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.engine.http_server import hold_port
 from tests.kubernetes_api import VERSIONS, changed, check, manifests
@@ -45,7 +49,9 @@ from tests.valkey_server import (
     wait_for,
 )
 
-FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes" / "fleet"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "kubernetes" / "fleet"
+FLEETS_PAGE = (ROOT / "docs" / "guides" / "fleets.md").read_text()
 ALONE = FOLDER.parent / "deployment.yaml"
 MANIFESTS = manifests(FOLDER)
 KINDS = {
@@ -156,9 +162,13 @@ def test_the_tier_is_the_service_and_its_password_the_secret():
     assert service["metadata"]["name"] == STATEFUL_SET["spec"]["serviceName"]
     assert port["targetPort"] == container(STATEFUL_SET)["ports"][0]["name"]
     files = tier().password_file, tier().ca_file, tier().hmac_key_file
-    assert mounted_files(DEPLOYMENT) == dict(
-        zip(files, ("password", "ca.pem", "hmac.key"), strict=True)
-    )
+    of_the_tier = dict(zip(files, ("password", "ca.pem", "hmac.key"), strict=True))
+    arguments = list_command()
+    of_the_operator = {
+        arguments[arguments.index(f"--{option}") + 1]: name
+        for option, name in {"password-file": "operator-password", "ca-file": "ca.pem"}.items()
+    }
+    assert mounted_files(DEPLOYMENT) == of_the_tier | of_the_operator
     assert not list(check_safety(tier())), "nothing is missing of what doctor asks for"
     assert mounted_files(STATEFUL_SET) == {
         arguments_of_valkey()[f"--{option}"]: name
@@ -312,7 +322,8 @@ def secret(tmp_path_factory):
 def test_the_secret_has_the_files_that_are_mounted_and_no_others(secret):
     mounted = mounted_files(DEPLOYMENT) | mounted_files(STATEFUL_SET)
     assert set(secret) == set(mounted.values())
-    assert secret["password"] not in secret["users.acl"], "only its hash"
+    for name in ("password", "operator-password"):
+        assert secret[name] not in secret["users.acl"], "only its hash"
     assert "PRIVATE" not in secret["ca.pem"] + secret["tls.pem"]
 
 
@@ -427,11 +438,18 @@ def client(socket: Path, **login: str) -> redis.Redis:
 
 
 @pytest.fixture
-def vllm(socket, secret):
+def operator(socket, secret):
+    """The user who looks and deletes."""
+    with client(socket, username="kv-operator", password=secret["operator-password"]) as found:
+        yield found
+
+
+@pytest.fixture
+def vllm(socket, secret, operator):
     """The engines' user, on a server without a key of his."""
+    for key in operator.scan_iter("*"):
+        operator.unlink(key)
     with client(socket, username="vllm", password=secret["password"]) as found:
-        for key in found.scan_iter("*"):
-            found.unlink(key)
         yield found
 
 
@@ -444,11 +462,43 @@ def test_valkey_of_that_version_takes_the_arguments_and_lets_only_the_engines_in
             stranger.ping()
 
 
-def test_the_engines_user_may_do_nothing_else(vllm):
+def test_nobody_may_do_anything_else(vllm, operator):
     foreign = (f"GET {FOREIGN_KEY}", f"SET {FOREIGN_KEY} x", "FLUSHALL", "KEYS *", "CONFIG GET *")
-    for command in (*foreign, "ACL LIST", "CLIENT KILL TYPE normal", "MONITOR", "SHUTDOWN"):
-        with pytest.raises(redis.exceptions.NoPermissionError):
-            vllm.execute_command(*command.split())
+    admin = (*foreign, "ACL LIST", "CLIENT KILL TYPE normal", "MONITOR", "SHUTDOWN")
+    for user, others in {vllm: ("SCAN 0",), operator: ("SET safe-offload:1 x",)}.items():
+        for command in (*admin, *others):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                user.execute_command(*command.split())
+
+
+def list_command() -> list[str]:
+    """What docs/guides/fleets.md types to see the objects, without the name of the program."""
+    (command,) = re.findall(r"`safe-offload (cache ls rediss://[^`]*)`", FLEETS_PAGE)
+    return shlex.split(command)
+
+
+def test_the_command_of_the_page_lists_what_an_engine_has_stored(secret, tmp_path):
+    """On a server without TLS, which this Valkey lacks."""
+    files = mounted(STATEFUL_SET, secret, tmp_path / "etc")
+    held, port = hold_port()
+    written = arguments_of_valkey()
+    options = {n: files.get(v, v) for n, v in written.items() if not n.startswith("--tls-")}
+    options |= {"--port": str(port), "--bind": LOCALHOST}
+    command = list_command()
+    place = urlsplit(command[2])
+    assert (place.hostname, place.port) == (tier().location.host, tier().location.port)
+    files = mounted(DEPLOYMENT, secret, tmp_path / "etc-of-vllm")
+    command[2] = f"redis://{place.username}@{LOCALHOST}:{port}"
+    del command[command.index("--ca-file") :]
+    command = [files.get(word, word) for word in command]
+    with held, running(valkey_binary(), options, tmp_path) as path:
+        with client(path, username="vllm", password=secret["password"]) as engine:
+            engine.set(key_of(name_of(1)), bytes(5000))
+        done = subprocess.run(
+            [sys.executable, "-m", "safe_offload", *command], capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert "1 namespace, 1 objects" in done.stdout
 
 
 def test_a_full_server_goes_on_taking_new_objects(vllm):

@@ -1,5 +1,6 @@
 """What docs/guides/security.md tells users to write: the ACLs on a real server, and the rest."""
 
+import ast
 import json
 import re
 import subprocess
@@ -22,14 +23,15 @@ from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
 from safe_offload.tiers.valkey.names import key_of
 from safe_offload.tiers.valkey.tier import ValkeyTier
-from tests.kubernetes_api import VERSIONS, check
+from tests.kubernetes_api import VERSIONS, check, manifests
 from tests.tiers.contract import FACTS, filled, name_of, slot_of
 from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "security.md").read_text()
 CLI_PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()
-SECRET = (ROOT / "examples" / "kubernetes" / "fleet" / "secret.yaml").read_text()
+FLEET = ROOT / "examples" / "kubernetes" / "fleet"
+SECRET = (FLEET / "secret.yaml").read_text()
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NAMES = [name_of(number) for number in range(4)]
 ADMIN = "user admin on nopass ~* &* +@all\n"
@@ -92,8 +94,8 @@ def server(running):
     return running
 
 
-def rights_of(user: str) -> set[str]:
-    (line,) = re.findall(rf"^user {user} .*", ACLS, re.MULTILINE)
+def rights_of(user: str, acls: str = ACLS) -> set[str]:
+    (line,) = re.findall(rf"^user {user} .*", acls, re.MULTILINE)
     return {word[1:] for word in line.split() if word.startswith("+")}
 
 
@@ -105,8 +107,10 @@ def test_the_users_of_the_page_may_do_what_is_sent():
     operators = {*commands.LOOKING, *commands.DELETING}
     assert rights_of("kv-operator") == {*operators, "client|no-touch"}
     assert f"{allowing(commands.LOOKING)}`, and `{allowing(commands.DELETING)}`" in CLI_PAGE
-    secret = set(re.findall(r"\+([a-z|-]+)", SECRET))
-    assert secret >= {*commands.EVERY, *operators, "client|no-touch"}
+    (program,) = re.findall(r"    ACL = (\(.*?\n    \))", SECRET, re.DOTALL)
+    secret: str = ast.literal_eval(program)
+    assert rights_of("vllm", secret) == {*commands.EVERY, "ping"}, "a probe pings"
+    assert rights_of("kv-operator", secret) == rights_of("kv-operator")
 
 
 @pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
@@ -229,3 +233,21 @@ def test_the_file_of_tenants_is_one():
 def test_the_policy_of_the_network_is_one(version):
     (manifest,) = blocks("yaml")
     check(yaml.safe_load(manifest), version)
+
+
+def test_the_policy_of_the_network_is_about_the_pods_of_the_example():
+    (manifest,) = blocks("yaml")
+    policy = yaml.safe_load(manifest)["spec"]
+    pods = {
+        kind: resource["spec"]["template"]
+        for (kind, _), resource in manifests(FLEET).items()
+        if kind in ("StatefulSet", "Deployment")
+    }
+    labels = {kind: set(pod["metadata"]["labels"].items()) for kind, pod in pods.items()}
+    (rule,) = policy["ingress"]
+    selected = set(policy["podSelector"]["matchLabels"].items())
+    let_in = set(rule["from"][0]["podSelector"]["matchLabels"].items())
+    assert [kind for kind in pods if selected <= labels[kind]] == ["StatefulSet"]
+    assert [kind for kind in pods if let_in <= labels[kind]] == ["Deployment"]
+    (port,) = pods["StatefulSet"]["spec"]["containers"][0]["ports"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": port["containerPort"]}]
