@@ -14,10 +14,10 @@ VALUE = "…"
 PLACEHOLDER = re.compile(r"%[-+#0-9.]*[a-z]")
 EXAMPLE = re.compile(
     r"""[a-z0-9]+://[\w./]+(:\d+)?                             # a url
-    | \b\d[\d.]*([ ][KMGT]iB)?\b | \[(?:[\d,\ ]+|"[^"]*")\]     # numbers, a key
+    | \b\d[\d.]*([ ][KMGT]iB|[ ]blocks[ ]\(…\)|\b) | \[(?:[\d,\ ]+|"[^"]*")\]     # numbers, a key
     | (?<=")[\w.…:/]+(?:",\ "\w+)*(?=")                        # what stands in quotes
-    | \b(?:[Ll]oad|[Ss]tore|batch|probe|fetch|spill|corrupt|copy_failed|was\ (?:made|there))\b
-    | \b[A-Z]{3,5}\b | SafeCPUOffloadConnector                # a code of a server""",
+    | \b(?:[Ll]oad|[Ss]tore|batch|probe|fetch|spill|ask|read|write|corrupt|copy_failed)\b
+    | \bwas\ (?:made|there)\b | \b[A-Z]{3,}\b | VLLM_USE_\w+ | SafeCPUOffloadConnector  # a code of a server, names""",
     re.VERBOSE,
 )
 """Values that pages fill in, so that a line is known again."""
@@ -47,7 +47,7 @@ def is_said(quoted: str, under: str = "") -> bool:
 def _sentences(quoted: str) -> Iterator[list[str]]:
     """Yield of each sentence what stands before, between and after its values."""
     for sentence in re.split(r"(?<=[.;:]) ", EXAMPLE.sub(VALUE, quoted)):
-        parts = [part.strip(" .:;") for part in sentence.split(VALUE)]
+        parts = [part.strip(" .:;()") for part in sentence.split(VALUE)]
         if any(parts):
             yield [part for part in parts if part]
 
