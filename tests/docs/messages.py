@@ -17,7 +17,7 @@ EXAMPLE = re.compile(
     | \b\d[\d.]*([ ][KMGT]iB|[ ]blocks[ ]\(…\)|\b) | \[(?:[\d,\ ]+|"[^"]*")\]     # numbers, a key
     | (?<=")[\w.…:/]+(?:",\ "\w+)*(?=")                        # what stands in quotes
     | \b(?:[Ll]oad|[Ss]tore|batch|probe|fetch|spill|ask|read|write|corrupt|copy_failed)\b
-    | \bwas\ (?:made|there)\b | \b[A-Z]{3,}\b | VLLM_USE_\w+ | SafeCPUOffloadConnector  # a code of a server, names""",
+    | \bwas\ (?:made|there)\b | \b[A-Z]{3,}\b | VLLM_USE_\w+ | SafeCPUOffloadConnector""",
     re.VERBOSE,
 )
 """Values that pages fill in, so that a line is known again."""

@@ -14,17 +14,20 @@ import pytest
 
 from safe_offload.commands import cli
 from safe_offload.config.tier_url import EXAMPLES
+from tests.docs.messages import messages
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
     r"(?:^(?: {4,}|\| )?|`)(safe-offload (?!\d)(?:[^\n`]*\\\n)*[^\n`|]*)", re.MULTILINE
 )
+TOLD = re.compile(r"safe-offload (?:cache|config|top|bench) [^.,;:)`\n]*[^.,;:)`\n ]")
+"""What messages of the package tell users to run."""
 WORDS = {"JSON": '{"kv_connector":"SafeCPUOffloadConnector"}', "…": "{}"}
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each `safe-offload` command of a page, once, with what stands for a value filled in."""
+    """Each `safe-offload` command of a page or a message, once."""
     seen = set()
     for page in PAGES:
         for match in COMMAND.finditer(page.read_text()):
@@ -32,6 +35,11 @@ def commands() -> Iterator[tuple[str, str]]:
             if command not in seen:
                 seen.add(command)
                 yield str(page.relative_to(ROOT)), command
+    for message in messages():
+        for command in TOLD.findall(message):
+            if command not in seen:
+                seen.add(command)
+                yield "a message", command
 
 
 def variants(command: str) -> list[list[str]]:
@@ -48,6 +56,7 @@ COMMANDS = list(commands())
 def test_commands_are_found():
     found = {command for _, command in COMMANDS}
     assert "safe-offload config --explain" in found
+    assert "safe-offload cache rm node …" in found, "of a message"
     assert "safe-offload config --kv-transfer-config '…'" in found
     assert any(command.endswith('"64GiB"}}\'') for command in found)
 
