@@ -29,6 +29,7 @@ PAGES = sorted(
 
 OTHER_FLAGS = {
     "--ulimit": "docker",
+    "--shm-size": "docker",
     "--strict": "mypy",
     "--no-counts": "tests.digests",
     "--config": "prometheus",
