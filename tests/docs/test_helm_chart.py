@@ -6,13 +6,13 @@ import math
 import re
 import shlex
 import subprocess
-import tomllib
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
+from safe_offload import __version__
 from safe_offload.commands.doctor.tiers.safety import check_safety
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
@@ -203,7 +203,11 @@ def test_the_nearest_tier_comes_first_and_all_are_sealed(rendered):
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     secret = volumes[mounted["/etc/kv-cache"]]["secret"]
     assert secret["secretName"] == SECRET
-    assert [item["path"] for item in secret["items"]] == ["password", "hmac.key"]
+    assert [item["path"] for item in secret["items"]] == [
+        "password",
+        "operator-password",
+        "hmac.key",
+    ]
     assert "emptyDir" in volumes[mounted[tiers[0].location.path]]
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
 
@@ -421,6 +425,4 @@ def test_the_files_of_values_that_the_pages_name_are_those_that_are_there():
 
 def test_it_has_the_version_of_the_package():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    root = EXAMPLES.parent
-    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
-    assert (chart["version"], chart["appVersion"]) == (version, version)
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
