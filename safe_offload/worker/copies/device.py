@@ -121,6 +121,14 @@ class Device:
                     self._kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
                     self._kernel.compile()
 
+    def kernel_fix(self) -> str:
+        """Return what to do where there is no kernel."""
+        version = self._torch.version
+        misfit = row_kernel.cupy_misfit(version.cuda, version.hip, row_kernel.installed_cupy())
+        if misfit is not None:
+            return f"{misfit.fix} ({misfit.problem})"
+        return "python -c 'import cupy; cupy.show_config()' shows what cupy lacks"
+
     def launch(self, arguments: RowArguments, stream: Any) -> None:
         """Launch the row kernel."""
         cuda = self._import_cupy().cuda

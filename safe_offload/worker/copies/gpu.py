@@ -188,9 +188,10 @@ class GpuBackend:
         except Exception as error:
             logger.warning(
                 "Small blocks are copied without a kernel of their own, which is slower (%s: %s). "
-                "Fix: pip install 'safe-offload[cuda12]' (or cuda13, rocm).",
+                "Fix: %s.",
                 type(error).__name__,
                 error,
+                self._device.kernel_fix(),
             )
             return False
         return True

@@ -8,8 +8,11 @@ tests, a C++ compiler share.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +75,9 @@ extern "C" __global__ void copy_rows(
 }
 """
 
+EXTRAS: Final = {"cupy-cuda12x": "cuda12", "cupy-cuda13x": "cuda13", "cupy-rocm-7-0": "rocm"}
+"""Packages of cupy, which compiles the kernel, and the extras of this package that bring them."""
+
 WORDS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "char"}
 """Types of the words that the kernel moves, by their size in bytes."""
 
@@ -121,3 +127,45 @@ def segment_table(
         for s, offset in zip(layout.geometry.segments, layout.array_offsets(), strict=True)
     ]
     return np.array(rows, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class CupyMisfit:
+    """What is wrong with the cupy that is installed, and what to do."""
+
+    problem: str
+    fix: str
+
+
+def installed_cupy() -> dict[str, str]:
+    """Return the packages of cupy that are installed, and their versions."""
+    found = ((each.name or "", each.version) for each in importlib.metadata.distributions())
+    return {name: version for name, version in found if f"{name}-".startswith("cupy-")}
+
+
+def cupy_misfit(
+    cuda: str | None, hip: str | None, installed: Mapping[str, str]
+) -> CupyMisfit | None:
+    """Return why cupy does not fit a torch; None if it does, or torch is for CPUs.
+
+    Args:
+        cuda, hip: that torch was built for, such as "13.0"; one of them, or none.
+        installed: packages of cupy; "cupy" is one that was built here, for what nobody can tell.
+    """
+    if not (cuda or hip):
+        return None
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}"
+    major = (cuda or hip or "").partition(".")[0]
+    wanted = f"cupy-cuda{major}x" if cuda else f"cupy-rocm-{major}-0"
+    if list(installed) in ([wanted], ["cupy"]):
+        return None
+    install = f"pip install 'safe-offload[{EXTRAS.get(wanted)}]'"
+    if wanted not in EXTRAS:
+        install = f"build cupy for {build} (https://docs.cupy.dev/en/stable/install.html)"
+    if not installed:
+        return CupyMisfit(f"cupy is not installed, and torch is for {build}", install)
+    names = " and ".join(installed)
+    problem = f"{names} is installed, and torch is for {build}"
+    if len(installed) > 1:
+        problem = f"{names} are installed, which overwrite one another, and torch is for {build}"
+    return CupyMisfit(problem, f"pip uninstall -y {' '.join(installed)} && {install}")

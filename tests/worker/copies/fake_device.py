@@ -606,5 +606,7 @@ def make_torch(gpu: FakeGpu) -> Any:
         get_device_properties=lambda device: gpu.properties,
         synchronize=lambda device=None: gpu.synchronize(),
     )
-    version = SimpleNamespace(hip="7.13" if gpu.is_hip else None)
+    version = SimpleNamespace(
+        hip="7.13" if gpu.is_hip else None, cuda=None if gpu.is_hip else "13.0"
+    )
     return SimpleNamespace(cuda=cuda, version=version, empty=gpu.empty)

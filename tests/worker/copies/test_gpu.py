@@ -19,6 +19,7 @@ from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment, make_
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer, ids_of
 from safe_offload.worker.copies import gpu as gpu_backend
 from safe_offload.worker.copies import lane as lane_module
+from safe_offload.worker.copies import row_kernel
 from safe_offload.worker.copies.base import Copy, CopyPath, Direction
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
@@ -218,6 +219,24 @@ def test_without_a_kernel_or_an_address_for_it_everything_is_batched(make_gpu, h
         gpu = FakeGpu(has_cupy=has_cupy)
         gpu.device_offset = offset
         assert calls_of(make_gpu(gpu=gpu, path=path), Direction.LOAD, MANY) == {"copy_batch"}
+
+
+@pytest.mark.parametrize(
+    ("is_hip", "installed", "fix"),
+    [
+        (False, {}, "pip install 'safe-offload[cuda13]' (cupy is not installed, and torch is"),
+        (True, {}, "pip install 'safe-offload[rocm]' (cupy is not installed, and torch is"),
+        (False, {"cupy-cuda12x": "14.2.0"}, "pip uninstall -y cupy-cuda12x && pip install '"),
+        (False, {"cupy-cuda13x": "14.2.0"}, "python -c 'import cupy; cupy.show_config()' shows"),
+    ],
+)
+def test_without_a_kernel_the_log_says_which_cupy_to_install(
+    make_gpu, caplog, monkeypatch, is_hip, installed, fix
+):
+    monkeypatch.setattr(row_kernel, "installed_cupy", lambda: installed)
+    make_gpu(gpu=FakeGpu(has_cupy=False, is_hip=is_hip), path=CopyPath.KERNEL)
+    (line,) = (line for line in caplog.messages if "without a kernel of their own" in line)
+    assert f"(ImportError: No module named 'cupy'). Fix: {fix}" in line
 
 
 # ---- locking -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ What it does is tested by the contract, where the C++ compiler builds it (fake_d
 
 import ctypes
 import importlib.util
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,14 @@ import pytest
 
 from safe_offload.layout import HostLayout, Segment, make_geometry
 from safe_offload.worker.copies import row_kernel
-from safe_offload.worker.copies.row_kernel import RowArguments, make_source, word_bytes
+from safe_offload.worker.copies.row_kernel import (
+    EXTRAS,
+    RowArguments,
+    cupy_misfit,
+    installed_cupy,
+    make_source,
+    word_bytes,
+)
 
 
 def find_nvrtc() -> Path | None:
@@ -75,3 +83,65 @@ def test_words_are_as_wide_as_the_layout_lets_them(row, base_address, expected):
     geometry = make_geometry([Segment(row, 0, row)], 8, 8 * row)
     layout = HostLayout.in_one_slab(geometry, 8)
     assert word_bytes(layout, base_address, 1 << 30) == expected
+
+
+# ---- the cupy that compiles it -----------------------------------------------------------------
+
+FOR_12, FOR_13, FOR_ROCM = ({name: "14.2"} for name in EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "installed", "fix"),
+    [
+        ("13.0", None, {}, "pip install 'safe-offload[cuda13]'"),
+        ("12.9", None, {}, "pip install 'safe-offload[cuda12]'"),
+        ("", "7.0.51831", {}, "pip install 'safe-offload[rocm]'"),
+        ("13.0", None, FOR_12, "uninstall -y cupy-cuda12x && pip install 'safe-offload[cuda13]'"),
+        ("12.8", None, FOR_13, "uninstall -y cupy-cuda13x && pip install 'safe-offload[cuda12]'"),
+        ("13.0", None, FOR_ROCM, "cupy-rocm-7-0 && pip install 'safe-offload[cuda13]'"),
+        (None, "7.0", FOR_13, "cupy-cuda13x && pip install 'safe-offload[rocm]'"),
+        ("13.0", None, FOR_12 | FOR_13, "uninstall -y cupy-cuda12x cupy-cuda13x && pip install"),
+        ("11.8", None, {}, "build cupy for CUDA 11.8"),
+        (None, "6.4", FOR_ROCM, "uninstall -y cupy-rocm-7-0 && build cupy for ROCm 6.4"),
+    ],
+)
+def test_a_cupy_that_does_not_fit_torch_comes_with_what_to_install(cuda, hip, installed, fix):
+    misfit = cupy_misfit(cuda, hip, installed)
+    assert misfit is not None
+    assert fix in misfit.fix
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}"
+    assert misfit.problem.endswith(f"torch is for {build}")
+    assert all(name in misfit.problem for name in installed)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "installed"),
+    [
+        ("13.0", None, FOR_13),
+        ("12.4", "", FOR_12),
+        (None, "7.1", FOR_ROCM),
+        ("13.0", None, {"cupy": "14.2"}),  # built here
+        (None, None, {}),  # torch for CPUs
+        ("", "", FOR_12),
+    ],
+)
+def test_a_cupy_that_fits_and_a_torch_that_needs_none_are_left_alone(cuda, hip, installed):
+    assert cupy_misfit(cuda, hip, installed) is None
+
+
+def test_the_extras_bring_the_packages_that_are_named():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert {extra: extras[extra][0].partition(">")[0] for extra in EXTRAS.values()} == {
+        extra: package for package, extra in EXTRAS.items()
+    }
+
+
+def test_packages_of_cupy_are_found_by_their_names(tmp_path, monkeypatch):
+    for name in ("cupy_cuda12x", "cupyx_other", "numpyro"):
+        metadata = tmp_path / f"{name}-14.2.0.dist-info"
+        metadata.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 14.2.0\n"
+        (metadata / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_cupy() == {"cupy-cuda12x": "14.2.0"}
