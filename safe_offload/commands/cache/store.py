@@ -26,6 +26,10 @@ class CacheError(SafeOffloadError):
     """The place cannot be used as asked."""
 
 
+class UnreachableError(CacheError):
+    """The place does not answer; it may later."""
+
+
 class Item(NamedTuple):
     """An object that was found.
 

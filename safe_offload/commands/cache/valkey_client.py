@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from safe_offload.commands.cache.store import CacheError
+from safe_offload.commands.cache.store import CacheError, UnreachableError
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import KIB
 from safe_offload.tiers.valkey.commands import DELETING, LOOKING, allowing
@@ -133,4 +133,5 @@ class Client:
             where = self._login.home if node is None else node.address
             problem = explained(error, where, has_tls=self._login.has_tls)
         fix = problem.fix or "Look at the log of the server"
-        raise CacheError(f"{self.label}: {problem.problem}. Fix: {fix[0].lower()}{fix[1:]}.")
+        kind = UnreachableError if problem.is_down else CacheError
+        raise kind(f"{self.label}: {problem.problem}. Fix: {fix[0].lower()}{fix[1:]}.")

@@ -46,11 +46,12 @@ class LoginError(ConnectionError):
 
     Attributes:
         fix: what to do, as a sentence without its full stop; empty if that is not known.
+        is_down: the server does not answer; it may later.
     """
 
-    def __init__(self, problem: str, fix: str = "") -> None:
+    def __init__(self, problem: str, fix: str = "", *, is_down: bool = False) -> None:
         super().__init__(f"{problem}. {fix}" if fix else problem)
-        self.problem, self.fix = problem, fix
+        self.problem, self.fix, self.is_down = problem, fix, is_down
 
 
 class _RefusedError(Exception):
@@ -223,11 +224,12 @@ def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
     if isinstance(error, TimeoutError):
         hint = ", and whether this port speaks TLS" if has_tls else ""
         fix = f"Check the network, whether the server hangs{hint}"
-        return LoginError(f"{server} does not answer", fix)
+        return LoginError(f"{server} does not answer", fix, is_down=True)
     what = (isinstance(error, OSError) and error.strerror) or type(error).__name__
     return LoginError(
         f"there is no connection to {server}: {what}",
         "Check the url, the network, and whether the server runs",
+        is_down=True,
     )
 
 

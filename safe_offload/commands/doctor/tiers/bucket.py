@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from safe_offload.commands.doctor.findings import Finding, error, ok, refusal
+from safe_offload.commands.doctor.findings import Finding, error, ok
 from safe_offload.commands.doctor.tiers.rates import (
     TierTrial,
     in_time,
     trial_names,
     try_rates,
+    unusable,
 )
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers import naming
@@ -36,12 +37,7 @@ class BucketTrial(TierTrial):
 
 def try_bucket(config: TierConfig) -> BucketTrial:
     """Try the bucket of a tier; it takes a minute at most."""
-    label = config.location.label
-    return in_time(
-        label,
-        lambda: _try(config),
-        lambda problem: BucketTrial(label=label, problem=problem),
-    )
+    return in_time(config.location.label, lambda: _try(config), BucketTrial)
 
 
 def _try(config: TierConfig) -> BucketTrial:
@@ -51,7 +47,8 @@ def _try(config: TierConfig) -> BucketTrial:
     fix = "" if problem is None else fix_for(problem, config.location.scheme)
     if len(denied) == len(_ACTIONS):
         reason = next(iter(denied.values()))
-        return BucketTrial(label=label, problem=f"{label}: {reason}. {fix}")
+        is_down = problem is Problem.OTHER
+        return BucketTrial(label=label, problem=f"{label}: {reason}. {fix}", is_down=is_down)
     rates = 0.0, 0.0
     if not {"write", "read", "delete"} & set(denied):
         rates = _rates(config, store)
@@ -115,7 +112,7 @@ def check_bucket(config: TierConfig, trial: BucketTrial) -> Iterator[Finding]:
     label = trial.label
     if trial.problem:
         expected = "a bucket that can be reached and used"
-        yield refusal("tiers.bucket", trial.problem, expected, "look at the endpoint and network")
+        yield unusable("tiers.bucket", trial, expected, "look at the endpoint and network")
         return
     yield ok("tiers.bucket", f"{label} can be reached")
     if trial.denied:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar
 
-from safe_offload.commands.doctor.findings import Finding, info, warning
+from safe_offload.commands.cache.store import UnreachableError
+from safe_offload.commands.doctor.findings import Finding, info, refusal, warning
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB
 from safe_offload.errors import SafeOffloadError
@@ -35,6 +36,7 @@ class TierTrial:
 
     Attributes:
         problem: why nothing could be tried; empty if it could.
+        is_down: the tier does not answer, and may later.
         write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
         with_rates: what a tier is that has them.
     """
@@ -42,8 +44,17 @@ class TierTrial:
     with_rates: ClassVar[str]
     label: str
     problem: str = ""
+    is_down: bool = False
     write_bytes_per_s: float = 0.0
     read_bytes_per_s: float = 0.0
+
+    @property
+    def only_reads(self) -> bool:
+        """Return whether nothing may be written, as somebody has decided."""
+        return False
+
+
+Trial = TypeVar("Trial", bound=TierTrial)
 
 
 def trial_facts() -> dict[str, str]:
@@ -102,23 +113,21 @@ async def rates_of(tier: Tier, namespace: bytes) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
+def in_time(label: str, work: Callable[[], Trial], kind: type[Trial]) -> Trial:
     """Return what a trial finds; it is left behind if it takes longer than TRIAL_S.
-
-    Args:
-        failed: from a problem to what was found.
 
     Raises:
         Exception: of the work, if it is none of ours.
     """
-    found: list[T] = []
+    found: list[Trial] = []
     problems: list[BaseException] = []
 
     def run() -> None:
         try:
             found.append(work())
         except SafeOffloadError as problem:
-            found.append(failed(str(problem)))
+            is_down = isinstance(problem, UnreachableError)
+            found.append(kind(label=label, problem=str(problem), is_down=is_down))
         except BaseException as problem:
             problems.append(problem)
 
@@ -127,12 +136,25 @@ def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     thread.join(TRIAL_S)
     if problems:
         raise problems[0]
-    return found[0] if found else failed(f"{label} does not come to an end")
+    if found:
+        return found[0]
+    return kind(label=label, problem=f"{label} does not come to an end", is_down=True)
+
+
+def unusable(id: str, trial: TierTrial, expected: str, otherwise: str) -> Finding:
+    """Return the finding of a tier that could not be tried; `otherwise` if it has no fix."""
+    found = refusal(id, trial.problem, expected, otherwise)
+    if not trial.is_down:
+        return found
+    said = f"{found.found}; engines start without it, and use it when it answers"
+    return warning(id, said, expected, found.fix)
 
 
 def check_rates(trial: TierTrial, token_bytes: int) -> Finding:
     """Judge the rates of a tier; `token_bytes` of all ranks, 0 if the model is not known."""
     id, label = "tiers.rate", trial.label
+    if trial.only_reads:
+        return info(id, f"{label}: not tried, because nothing may be written")
     write, read = trial.write_bytes_per_s / 1e9, trial.read_bytes_per_s / 1e9
     if not (write and read):
         return warning(

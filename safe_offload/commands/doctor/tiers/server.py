@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache.valkey_client import Client
-from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
+from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.tiers.rates import (
     TierTrial,
     in_time,
     trial_facts,
     trial_names,
     try_rates,
+    unusable,
 )
 from safe_offload.config.printing import printable
 from safe_offload.config.tiers import TierConfig
-from safe_offload.config.units import format_bytes
+from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.naming import namespace
 from safe_offload.tiers.valkey.commands import (
     DEL,
@@ -37,6 +38,7 @@ from safe_offload.tiers.valkey.commands import (
     SETNAME,
     SLOTS,
     WITH_TTL,
+    WRITING,
     allowing,
     sent_by,
     words_of,
@@ -52,12 +54,22 @@ _LRU: Final = "allkeys-lru"
 _WORD_LENGTH_MAX: Final = 40
 
 
+@dataclass(frozen=True, slots=True)
+class Overfull:
+    """A node that uses more than its maxmemory, as it counts when it evicts."""
+
+    used_bytes: int
+    maxmemory_bytes: int
+    clients_bytes: int  # of it, in buffers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTrial(TierTrial):
     """What the trial of a server found; None and empty stand for what could not be seen.
 
     Attributes:
         maxmemory_bytes: of all nodes, as `used_bytes`; 0 for no limit.
+        overfull: the node that is furthest above its maxmemory, None if none is.
         denied: commands of the tier that are not allowed, or fail, by their names in an ACL, with
             the code of the answer.
     """
@@ -68,19 +80,23 @@ class ServerTrial(TierTrial):
     is_cluster: bool = False
     maxmemory_bytes: int | None = None
     used_bytes: int | None = None
+    overfull: Overfull | None = None
     policies: tuple[str, ...] = ()
     persistence: tuple[str, ...] | None = None
     num_evicted: int | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
 
+    @property
+    def only_reads(self) -> bool:
+        """Return whether the user may read all that a tier reads, and write and delete nothing."""
+        is_told = set(self.denied.values()) == {"NOPERM"}
+        return is_told and {*WRITING} <= set(self.denied) <= {*WRITING, *WITH_TTL}
+
 
 def try_server(config: TierConfig) -> ServerTrial:
     """Try the server of a tier; it takes a minute at most."""
-    label = config.location.label
-    return in_time(
-        label, lambda: _try(config), lambda problem: ServerTrial(label=label, problem=problem)
-    )
+    return in_time(config.location.label, lambda: _try(config), ServerTrial)
 
 
 def _try(config: TierConfig) -> ServerTrial:
@@ -102,6 +118,7 @@ def _try(config: TierConfig) -> ServerTrial:
         is_cluster=is_cluster,
         maxmemory_bytes=_sum(seen, "maxmemory"),
         used_bytes=_sum(seen, "used_memory"),
+        overfull=_overfullest(seen),
         policies=tuple(sorted({each["policy"] for each in seen if "policy" in each})),
         persistence=_persistence(seen),
         num_evicted=_sum(seen, "evicted_keys"),
@@ -123,6 +140,11 @@ def look(client: Client, node: Node) -> dict[str, Any]:
             found |= {
                 name: int(facts[name]) for name in ("maxmemory", "used_memory", "evicted_keys")
             }
+            # Buffers of replicas and of the append-only file do not make a server evict.
+            counted = found["used_memory"] - int(facts.get("mem_not_counted_for_evict", 0))
+            if 0 < found["maxmemory"] < counted:
+                clients_bytes = int(facts.get("mem_clients_normal", 0))
+                found["overfull"] = Overfull(counted, found["maxmemory"], clients_bytes)
             name = "Valkey" if "valkey_version" in facts else "Redis"
             version = facts.get("valkey_version") or facts["redis_version"]
             found["version"] = f"{name} {printable(version, _WORD_LENGTH_MAX)}"
@@ -147,6 +169,11 @@ def _sum(seen: list[dict[str, Any]], name: str) -> int | None:
     if len(numbers) < len(values):
         return None
     return 0 if name == "maxmemory" and 0 in numbers else sum(numbers)
+
+
+def _overfullest(seen: list[dict[str, Any]]) -> Overfull | None:
+    nodes: list[Overfull] = [each["overfull"] for each in seen if "overfull" in each]
+    return max(nodes, key=lambda node: node.used_bytes - node.maxmemory_bytes, default=None)
 
 
 def _persistence(seen: list[dict[str, Any]]) -> tuple[str, ...] | None:
@@ -205,7 +232,7 @@ def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
     label = trial.label
     if trial.problem:
         expected = "a server that can be reached and logged in to"
-        yield refusal("tiers.server", trial.problem, expected, "look whether the server hangs")
+        yield unusable("tiers.server", trial, expected, "look whether the server hangs")
         return
     nodes = f", a cluster of {trial.num_nodes} nodes with keys" if trial.num_nodes > 1 else ""
     yield ok(
@@ -236,6 +263,12 @@ def _access(trial: ServerTrial) -> Finding:
     id, codes = "tiers.access", set(trial.denied.values())
     if not trial.denied:
         return ok(id, f"{trial.label} lets this user read, write and delete")
+    if trial.only_reads:
+        return info(
+            id,
+            f"{trial.label} lets this user read, and write nothing: this engine loads what others "
+            "have stored there, and stores nothing itself",
+        )
     denied = ", ".join(f"{name.upper()} ({code})" for name, code in trial.denied.items())
     fix = "look at the log of the server"
     if "NOPERM" in codes:
@@ -262,9 +295,29 @@ def _memory(trial: ServerTrial) -> Iterator[Finding]:
             "a limit below the memory of its machine or container",
             "set maxmemory to nine tenths of that memory",
         )
+    elif trial.overfull is not None:
+        yield _overfull(id, trial, trial.overfull)
     else:
         of = format_bytes(trial.maxmemory_bytes)
         yield ok(id, f"{trial.label} uses {used} of a maxmemory of {of}")
+
+
+def _overfull(id: str, trial: ServerTrial, node: Overfull) -> Finding:
+    who = f"a node of {trial.label}" if trial.num_nodes > 1 else trial.label
+    does = "refuses every write" if trial.denied.get(SET) == "OOM" else "evicts with every command"
+    found = (
+        f"{who} uses {format_bytes(node.used_bytes)}, more than its maxmemory of "
+        f"{format_bytes(node.maxmemory_bytes)}, so it {does}"
+    )
+    if node.clients_bytes > node.used_bytes - node.maxmemory_bytes:
+        found += f"; buffers of clients take {format_bytes(node.clients_bytes)} of it"
+    return warning(
+        id,
+        found,
+        "a maxmemory above what is used",
+        f"raise maxmemory to at least {-(-node.used_bytes // MIB)}mb, and more for what is to be "
+        f"kept; with maxmemory-policy {_LRU} it makes room itself, but not of buffers",
+    )
 
 
 def _eviction(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,20 @@ from safe_offload.commands.doctor.findings import Finding, Severity, guarded, re
 from safe_offload.commands.doctor.tiers import rates as tier_rates
 from safe_offload.commands.doctor.tiers import server as tier_server
 from safe_offload.commands.doctor.tiers.check import check_tier, judge
-from safe_offload.commands.doctor.tiers.server import ServerTrial, try_server
+from safe_offload.commands.doctor.tiers.server import Overfull, ServerTrial, try_server
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import GIB
 from tests.commands.doctor.test_doctor import wrong
 from tests.engine.http_server import hold_port
-from tests.valkey_server import LOCALHOST, Certificates, Cluster, Server, redis_binary
+from tests.valkey_server import (
+    LOCALHOST,
+    Certificates,
+    Cluster,
+    Server,
+    redis_binary,
+    valkey_binary,
+    wait_for,
+)
 
 PASSWORD = "hunter2-secret"
 SENT = "client|setname cluster|slots exists set del"
@@ -110,6 +119,78 @@ def test_a_full_server_that_evicts_nothing(server):
     assert found["tiers.access"].severity is Severity.ERROR
     assert "maxmemory-policy allkeys-lru" in found["tiers.access"].fix
     assert "no object could be written" in found["tiers.rate"].found
+
+
+@pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
+def test_the_users_of_the_security_page_pass(server, tmp_path, values):
+    """The reader is told that it reads, and that nothing it computes is stored."""
+    page = (Path(__file__).parents[4] / "docs/guides/security.md").read_text()
+    users = re.findall(r"^user (vllm\S*) (on .*)$", page, re.MULTILINE)
+    assert [name for name, _ in users] == ["vllm", "vllm-reader"]
+    values["password_file"] = str(tmp_path / "secret")
+    (tmp_path / "secret").write_text(PASSWORD)
+    for name, words in users:
+        set_user(server, f"{name} reset {words.replace('>PASSWORD', f'>{PASSWORD}')}")
+    writer, reader = (found_of(server, f"{name}@", **values) for name, _ in users)
+    assert not wrong([*writer.values(), *reader.values()])
+    assert writer["tiers.access"].severity is Severity.OK
+    assert reader["tiers.access"].severity is Severity.INFO
+    assert "lets this user read, and write nothing" in reader["tiers.access"].found
+    assert reader["tiers.rate"].severity is Severity.INFO
+    with server.client() as client:
+        assert client.keys("safe-offload:*") == []
+
+
+@pytest.mark.parametrize("binary", [valkey_binary(), redis_binary()])
+def test_a_server_whose_maxmemory_was_lowered_below_what_it_holds(tmp_path, binary):
+    options = {"maxmemory": "64mb", "maxmemory-policy": "noeviction"}
+    with Server(tmp_path, options, binary=binary) as server:
+        with server.client() as client:
+            client.set("kept", b"x" * (20 << 20))
+            client.config_set("maxmemory", "5mb")
+        problem = found_of(server)["tiers.memory"]
+    assert problem.severity is Severity.WARNING
+    uses = r"uses 2\d\.\d\d MiB, more than its maxmemory of 5\.00 MiB, so it refuses every write$"
+    assert re.search(uses, problem.found)
+    assert int(re.findall(r"to at least (\d+)mb", problem.fix)[0]) in range(20, 30)
+
+
+def test_a_server_that_clients_fill_with_their_buffers(tmp_path):
+    """There is no key left to evict; the policy alone does not help."""
+    options = {"maxmemory": "8mb", "maxmemory-policy": "allkeys-lru"}
+    half = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$33554432\r\n" + bytes(16 << 20)
+    with (
+        Server(tmp_path, options) as server,
+        server.client() as client,
+        socket.create_connection((LOCALHOST, server.port)) as sending,
+    ):
+        sending.sendall(half)
+        # The server counts them now and then.
+        wait_for(lambda: client.info("memory")["mem_clients_normal"] > 16 << 20, "the buffer")
+        problem = found_of(server)["tiers.memory"]
+    assert "maxmemory of 8.00 MiB, so it refuses every write" in problem.found
+    (taken,) = re.findall(r"buffers of clients take (\d+)\.\d\d MiB of it", problem.found)
+    assert int(taken) >= 16
+    assert "not of buffers" in problem.fix
+
+
+def test_buffers_of_a_replica_that_lags_are_not_counted(tmp_path):
+    """Used memory is above maxmemory, and the server takes writes all the same."""
+    options = {"maxmemory": "16mb", "maxmemory-policy": "noeviction", "repl-backlog-size": "1mb"}
+    options["repl-diskless-sync-delay"] = "0"
+    with Server(tmp_path / "primary", options) as server, server.client() as client:
+        replica_options = {"replicaof": f"{LOCALHOST} {server.port}"}
+        with Server(tmp_path / "replica", replica_options) as replica:
+            wait_for(lambda: "online" in str(client.info("replication")), "the replica")
+            replica.stop()
+            try:
+                while client.info("memory")["used_memory"] < 24 << 20:
+                    client.set("kept", b"x" * (1 << 20))
+                found = found_of(server)
+            finally:
+                replica.go_on()
+    assert found["tiers.memory"].severity is Severity.OK
+    assert found["tiers.access"].severity is Severity.OK
 
 
 def test_users_and_passwords(server, tmp_path):
@@ -215,8 +296,9 @@ def test_no_server():
     held, port = hold_port()
     with held:
         (problem,) = check_tier(TierConfig.at(f"redis://{LOCALHOST}:{port}"))
-    assert (problem.id, problem.severity) == ("tiers.server", Severity.ERROR)
+    assert (problem.id, problem.severity) == ("tiers.server", Severity.WARNING)
     assert "there is no connection" in problem.found
+    assert "engines start without it" in problem.found
     assert problem.fix
 
 
@@ -228,6 +310,7 @@ def test_a_server_that_hangs(server, monkeypatch):
     finally:
         server.go_on()
     assert "does not answer" in problem.found
+    assert problem.severity is Severity.WARNING
 
 
 def test_a_server_that_drips(monkeypatch):
@@ -249,6 +332,7 @@ def test_a_server_that_drips(monkeypatch):
         is_over.set()
         thread.join()
     assert "does not come to an end" in trial.problem
+    assert trial.is_down
 
 
 def test_what_a_server_says_of_itself_is_printed_escaped():
@@ -291,6 +375,7 @@ def test_a_sound_server():
     ("id", "changes", "fix"),
     [
         ("tiers.memory", {"maxmemory_bytes": 0}, "nine tenths"),
+        ("tiers.memory", {"overfull": Overfull(9 * GIB, 8 * GIB, 0)}, "at least 9216mb"),
         ("tiers.eviction", {"policies": ("noeviction",)}, "allkeys-lru"),
         ("tiers.eviction", {"policies": ("volatile-lru",)}, '"ttl"'),
         ("tiers.eviction", {"policies": ("allkeys-random",)}, "allkeys-lru"),
