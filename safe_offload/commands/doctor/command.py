@@ -5,7 +5,7 @@
     safe-offload doctor MODEL -tp 8 --max-model-len 32768 --kv-transfer-config '{...}'
     safe-offload doctor --url http://localhost:8000
 
-Write what follows `vllm serve`: every other argument but --json is read by vLLM's own parser. Each
+Write what follows `vllm serve`: every argument but those below is read by vLLM's own parser. Each
 finding says what was found, and if something is wrong what was expected and the fix. The exit
 status is 0 if there is nothing to change, else 1. Nothing is started; what is written to a tier, to
 try it, is deleted again.
@@ -21,7 +21,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from safe_offload.commands.doctor import configuration, copies, memory, model, versions
-from safe_offload.commands.doctor.findings import Finding, exit_status, guarded, render
+from safe_offload.commands.doctor.findings import (
+    Finding,
+    Severity,
+    exit_status,
+    guarded,
+    info,
+    render,
+)
 from safe_offload.commands.doctor.machine import Machine, read_machine
 from safe_offload.commands.doctor.tiers import check as tiers
 from safe_offload.commands.doctor.tiers.safety import check_user
@@ -30,6 +37,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError
+from safe_offload.worker.copies.row_kernel import installed_cupy
 
 if TYPE_CHECKING:
     from safe_offload.commands.doctor.trial import Trial
@@ -40,7 +48,10 @@ _PASTED: Final = ("vllm", "serve")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of the command; what it does not know is for vLLM."""
-    parser.usage = "safe-offload doctor [--json] [--url URL] [MODEL] [any argument of `vllm serve`]"
+    parser.usage = (
+        "safe-offload doctor [--json] [--fail-on error] [--url URL] [MODEL] "
+        "[any argument of `vllm serve`]"
+    )
     parser.allow_abbrev = False
     parser.set_defaults(rest=[])
     _add_options(parser)
@@ -48,6 +59,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--fail-on",
+        choices=[Severity.ERROR.value, Severity.WARNING.value],
+        default=Severity.WARNING.value,
+        help="the least for which the exit status is 1 (%(default)s)",
+    )
     parser.add_argument("--url", default="", help="of a running server: what more memory brings")
     parser.add_argument(
         "--kv-transfer-config", metavar="JSON", default="", help="as vLLM is given it"
@@ -66,7 +83,7 @@ def run_command(arguments: Namespace) -> int:
     if arguments.json:
         text = json.dumps({"findings": [found.to_json() for found in findings]}, indent=1)
     sys.stdout.write(f"{text}\n")
-    return exit_status(findings)
+    return exit_status(findings, Severity(arguments.fail_on))
 
 
 def read_rest(arguments: Namespace) -> list[str]:
@@ -92,18 +109,18 @@ def examine(
 ) -> list[Finding]:
     """Run every check; return the findings by theme."""
     found = guarded("configuration", configuration.check_written, written)
+    vllm = probe.facts()
     trials: list[Trial] = []
     # MultiConnector's children all copy in the same way.
     config = written.configs()[0]
-    found += guarded("copies", _check_copies, config, trials)
+    found += guarded("copies", _check_copies, config, trials, vllm)
     is_gpu = any(trial.is_gpu for trial in trials)
-    vllm = probe.facts()
     configs = _configs(written, vllm)
-    pools = memory.pools_of(configs, vllm.engine, vllm.model)
+    pools = memory.pools_of(configs, vllm, machine.shared_memory)
     found += guarded("configuration", configuration.check_environment, machine.environment, vllm)
     found += guarded("configuration", configuration.check_arguments, vllm, configs)
     found += guarded("versions", versions.check_versions, vllm)
-    found += guarded("versions", versions.check_gpu_packages, is_gpu)
+    found += guarded("versions", versions.check_cupy, vllm, installed_cupy(), trials)
     found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
     if url:
         found += guarded("memory", memory.check_hits, url)
@@ -132,6 +149,7 @@ def _memory_findings(
 ) -> list[Finding]:
     nodes = {trial.name: trial.node for trial in trials} if is_gpu else {}
     found = guarded("memory", memory.check_pool, machine, pools)
+    found += guarded("memory", memory.check_shared_memory, machine.shared_memory, pools)
     found += guarded("memory", memory.check_swap, machine, is_gpu=is_gpu)
     found += guarded("memory", memory.check_memlock, machine, pools, is_gpu=is_gpu)
     found += guarded("memory", memory.check_huge_pages, machine)
@@ -139,8 +157,14 @@ def _memory_findings(
     return found
 
 
-def _check_copies(config: OffloadConfig, trials: list[Trial]) -> Iterator[Finding]:
-    """Try the copies of every device, and put what was found into `trials` too."""
+def _check_copies(config: OffloadConfig, trials: list[Trial], vllm: VllmFacts) -> Iterator[Finding]:
+    """Try the copies of every device, and put what was found into `trials` too.
+
+    Importing torch may end a process: the one that asks vLLM has done it before.
+    """
+    if not vllm.torch_version:
+        yield info("copies.self-test", "not tried without torch")
+        return
     from safe_offload.commands.doctor.trial import devices, run_trial
 
     for device in devices():

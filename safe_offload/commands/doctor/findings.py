@@ -95,9 +95,10 @@ def _place_of(problem: BaseException) -> str:
     return ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames[-2:])
 
 
-def exit_status(findings: Iterable[Finding]) -> int:
-    """Return 0 if there is nothing to change, 1 otherwise."""
-    return int(any(found.severity in (Severity.ERROR, Severity.WARNING) for found in findings))
+def exit_status(findings: Iterable[Finding], least: Severity = Severity.WARNING) -> int:
+    """Return 0 if there is nothing to change, 1 otherwise; `least`: an error, or a warning too."""
+    counted = {Severity.ERROR, least}
+    return int(any(found.severity in counted for found in findings))
 
 
 def render(findings: Sequence[Finding]) -> str:

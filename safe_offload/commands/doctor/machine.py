@@ -9,10 +9,15 @@ from __future__ import annotations
 import os
 import re
 import resource
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+from safe_offload.commands.doctor.tiers.directory import file_system_of
+from safe_offload.errors import SharingError
+from safe_offload.node import pools
 from safe_offload.worker.memory.host_memory import available_host_bytes, read_text
 from safe_offload.worker.memory.placement import cores_of, numbers_in
 
@@ -23,6 +28,37 @@ class NumaNode:
 
     free_bytes: int
     cores: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """The folder in memory where engines with `"share": "node"` keep their pools."""
+
+    folder: Path
+    free_bytes: int = 0
+    file_system: str = ""  # empty if not known
+    pools: tuple[pools.Pool, ...] = ()  # of this user
+    problem: str = ""  # why this user can have none there; empty if they can
+
+    @classmethod
+    def read(cls) -> Self:
+        """Look at it as `open_rank` does; nothing is left there."""
+        folder, ours = pools.BASE, pools.user_folder()
+        try:
+            if ours.exists():
+                pools.require_own(ours)
+            with tempfile.TemporaryFile(dir=ours if ours.exists() else folder):
+                pass
+            return cls(
+                folder=folder,
+                free_bytes=pools.free_bytes(folder),
+                file_system=file_system_of(folder),
+                pools=tuple(pools.find_pools()),
+            )
+        except OSError as error:
+            return cls(folder=folder, problem=f"{folder}: {error.strerror}")
+        except SharingError as error:
+            return cls(folder=folder, problem=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +76,7 @@ class Machine:
     cores: frozenset[int] = frozenset()  # that this process may run on
     environment: Mapping[str, str] = field(default_factory=dict)
     is_root: bool = False
+    shared_memory: SharedMemory | None = None
 
 
 def read_machine(
@@ -68,6 +105,7 @@ def read_machine(
         cores=frozenset(os.sched_getaffinity(0)),
         environment=dict(os.environ),
         is_root=os.geteuid() == 0,
+        shared_memory=SharedMemory.read(),
     )
 
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from safe_offload.commands import top
-from safe_offload.commands.doctor.findings import Finding, info, ok, refusal, warning
-from safe_offload.commands.doctor.machine import Machine
-from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts
+from safe_offload.commands.doctor.findings import (
+    Finding,
+    error,
+    info,
+    ok,
+    refusal,
+    warning,
+)
+from safe_offload.commands.doctor.machine import Machine, SharedMemory
+from safe_offload.commands.doctor.tiers.directory import MEMORY
+from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
+from safe_offload.node.pools import Pool, room_problem
 from safe_offload.worker.memory.host_memory import check_host_bytes
 
+TABLE_PERCENT: Final = 1
+"""What the table of a shared pool and its checksums take at most beside the slots."""
 SIZES = {
     "half": "half of it",
     "double": "twice",
@@ -29,7 +42,8 @@ class HostPool:
 
     config: OffloadConfig
     rank_bytes: int | None  # None if it is set in blocks whose size is not known
-    num_ranks: int  # of all engines on this machine
+    num_ranks: int  # of all engines on this machine, of one if they share it
+    made: Pool | None = None  # by engines that share it: one for this model is there
 
     @property
     def bytes(self) -> int | None:
@@ -38,18 +52,28 @@ class HostPool:
 
 
 def pools_of(
-    configs: Sequence[OffloadConfig], engine: EngineConfigFacts | None, model: ModelFacts | None
+    configs: Sequence[OffloadConfig], vllm: VllmFacts, shared: SharedMemory | None
 ) -> list[HostPool]:
     """Return the pool of each connector, as far as engine and model are known."""
-    num_ranks = 1 if engine is None else engine.num_local_ranks
+    engine, model = vllm.engine, vllm.model
     pools = []
     for config in configs:
+        num_ranks, made = 1 if engine is None else engine.num_local_ranks, None
+        if config.sharing is not None:
+            num_ranks, made = config.world_size, _made_pool(shared, vllm.model_name)
         rank_bytes: int | None = config.cpu_bytes_per_rank
         if config.num_slots is not None:
             block_bytes = None if model is None else model.block_bytes // config.world_size
             rank_bytes = None if block_bytes is None else config.num_slots * block_bytes
-        pools.append(HostPool(config, rank_bytes, num_ranks))
+        pools.append(HostPool(config, rank_bytes, num_ranks, made))
     return pools
+
+
+def _made_pool(shared: SharedMemory | None, model_name: str) -> Pool | None:
+    """Return the largest pool of a model that is there; of any if it has no name."""
+    found = shared.pools if shared is not None else ()
+    fitting = [pool for pool in found if not model_name or pool.about == model_name]
+    return max(fitting, key=lambda pool: pool.size_bytes, default=None)
 
 
 def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]:
@@ -60,6 +84,8 @@ def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]
         size = format_bytes(machine.machine_available_bytes)
         limit = f" (the cgroup of this process allows that much; the machine has {size})"
     for pool in pools:
+        if pool.made is not None:
+            continue  # its memory is taken: `check_shared_memory` says so
         if pool.rank_bytes is None:
             yield info(id, 'only with MODEL is known how many bytes "num_cpu_blocks" are')
             continue
@@ -80,6 +106,47 @@ def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]
             f"{format_bytes(pool.bytes or 0)}{ranks} of {format_bytes(machine.available_bytes)} "
             f"that is available{limit}",
         )
+
+
+def check_shared_memory(
+    shared: SharedMemory | None, pools: Sequence[HostPool]
+) -> Iterator[Finding]:
+    """Compare pools that engines of this machine share with the place where they lie."""
+    id = "memory.shared-memory"
+    for pool in pools:
+        if pool.config.sharing is None or shared is None:
+            continue
+        room = f"{format_bytes(shared.free_bytes)} is free in {shared.folder}"
+        if shared.problem:
+            yield error(
+                id,
+                f'"share": "node" has no place for user {os.geteuid()}: {shared.problem}',
+                "a folder in memory that this user can write",
+                f"mount a tmpfs at {shared.folder} that this user can write (in Kubernetes an "
+                "emptyDir with medium: Memory), and let its folder there be of this user alone",
+            )
+        elif shared.file_system and shared.file_system not in MEMORY:
+            yield warning(
+                id,
+                f"{shared.folder} is on {shared.file_system}, so the pool is written to a disk",
+                "a tmpfs, which is memory",
+                f"mount -t tmpfs tmpfs {shared.folder} (docker run --shm-size; in Kubernetes an "
+                "emptyDir with medium: Memory, mounted there)",
+            )
+        elif pool.made is not None:
+            yield info(
+                id,
+                f"{pool.made.path.name} of {format_bytes(pool.made.size_bytes)} is there for "
+                f"{pool.made.about}; an engine with other settings makes one beside it: {room}",
+            )
+        elif pool.bytes is None:
+            yield info(id, f"{room}; only with MODEL is known what the pool needs")
+        elif problem := room_problem(
+            shared.folder, shared.free_bytes, pool.bytes * (100 + TABLE_PERCENT) // 100
+        ):
+            yield refusal(id, problem, "room for all of the pool, from the first start on", "")
+        else:
+            yield ok(id, f"{room}, of which the pool takes {format_bytes(pool.bytes)}")
 
 
 def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:

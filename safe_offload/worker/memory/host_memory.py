@@ -3,19 +3,22 @@
 The kernel would grant more than there is, and kill the engine when the pages are touched.
 """
 
+from __future__ import annotations
+
 import logging
 import mmap
 import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.errors import ConfigError, InvariantError
+
+if TYPE_CHECKING:
+    import torch
 
 # What must stay free, the larger of the two.
 HEADROOM_BYTES_MIN: Final = 512 * MIB
@@ -45,6 +48,8 @@ class HostMemory:
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
+        import torch  # what asks for the room alone has none: `safe-offload doctor`
+
         self.has_huge_pages: Final = _advise(mapping, "MADV_HUGEPAGE")
         _advise(mapping, "MADV_DONTFORK")
         _advise(mapping, "MADV_DONTDUMP")
@@ -56,7 +61,7 @@ class HostMemory:
         self.size_bytes: Final = len(mapping)
 
     @classmethod
-    def allocate(cls, size_bytes: int) -> "HostMemory":
+    def allocate(cls, size_bytes: int) -> HostMemory:
         """Map host memory; no page is touched. ConfigError if the system refuses it."""
         if size_bytes < 1:
             raise ConfigError(f"Host memory of {size_bytes} bytes; expected at least 1 byte.")

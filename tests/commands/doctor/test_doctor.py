@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from examples.tiny_models import write_tiny_model
+from safe_offload.commands.cli import main
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
@@ -27,6 +29,7 @@ from safe_offload.commands.doctor.vllm_facts import (
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.worker.copies import cpu
+from tests.kubernetes_api import VERSIONS, check
 
 NAME = "SafeCPUOffloadConnector"
 CPU = torch.device("cpu")
@@ -48,7 +51,6 @@ MODEL = ModelFacts(
 )
 SOUND = VllmFacts(
     version="0.32.0",
-    tested=((0, 31), (0, 32), (0, 33)),
     torch_version="2.13.0",
     connector="safe_offload.connector",
     engine=ENGINE,
@@ -85,8 +87,10 @@ def examine(monkeypatch):
         vllm: VllmFacts = SOUND,
         machine: Machine = MACHINE,
         tried: trial.Trial = TRIAL,
+        cupy: tuple[str, ...] = (),
     ) -> list[Finding]:
         with monkeypatch.context() as patch:
+            patch.setattr(command, "installed_cupy", lambda: dict.fromkeys(cupy, "14.2.0"))
             patch.setattr(trial, "run_trial", lambda *_: tried)
             patch.setattr(trial, "devices", lambda: [CPU])
             found = command.examine(Written.read(text), Answer(vllm), machine)
@@ -238,8 +242,24 @@ def pool(**settings: object) -> dict[str, str]:
         ),
         ("not-checked", WARNING, "AttributeError", machine(environment=None)),
         ("versions.vllm", WARNING, "0.31, 0.32, 0.33", sound(version="0.40.0")),
-        ("versions.vllm", ERROR, "", {"vllm": VllmFacts(problem="No module named 'vllm'")}),
-        ("versions.cupy", WARNING, "", {"tried": ON_GPU}),
+        (
+            "versions.vllm",
+            ERROR,
+            "pip install 'vllm>=0.31,<0.34'",
+            {"vllm": VllmFacts(torch_version="2.13.0", problem="No module named 'vllm'")},
+        ),
+        (
+            "versions.cupy",
+            WARNING,
+            "pip install 'safe-offload[cuda13]'",
+            {"tried": ON_GPU, **sound(torch_cuda="13.0")},
+        ),
+        (
+            "versions.cupy",
+            WARNING,
+            "pip uninstall -y cupy-cuda12x && pip install 'safe-offload[cuda13]'",
+            {"tried": ON_GPU, "cupy": ("cupy-cuda12x",), **sound(torch_cuda="13.0")},
+        ),
         ("model.facts", WARNING, "no such", sound(model=None, model_problem="no such repository")),
         ("model.tokens", WARNING, '_to_use": "4096MiB"', pool(cpu_bytes_to_use="1GiB")),
         ("model.tokens", WARNING, '_rank": "2048MiB"', pool(cpu_bytes_to_use_per_rank="1GiB")),
@@ -270,6 +290,23 @@ def test_the_size_of_the_flag_is_the_one_that_is_checked(examine):
     assert said.severity is Severity.INFO
     assert '--kv-offloading-size 4096 is taken as "cpu_bytes_to_use": "4096GiB"' in said.found
     assert "4096.00 GiB" in only(found).found or "4.00 TiB" in only(found).found
+
+
+@pytest.mark.parametrize(
+    ("cuda", "cupy", "passed", "said"),
+    [
+        ("", (), (), "not installed; only a GPU needs it"),
+        ("13.0", (), (), "torch is for CUDA 13.0; on a GPU: pip install 'safe-offload[cuda13]'"),
+        ("13.0", ("cupy-cuda13x",), (), "cupy-cuda13x 14.2.0"),
+        ("13.0", ("cupy-cuda12x",), ("kernel",), "torch is for CUDA 13.0; its kernel works all"),
+    ],
+)
+def test_the_cupy_to_install_is_named_before_there_is_a_gpu(examine, cuda, cupy, passed, said):
+    tried = dataclasses.replace(ON_GPU if passed else TRIAL, passed=passed)
+    found = examine(tried=tried, cupy=cupy, **sound(torch_cuda=cuda))
+    (one,) = (each for each in found if each.id == "versions.cupy")
+    assert one.severity in (Severity.OK, Severity.INFO)
+    assert said in one.found
 
 
 def test_a_list_of_plugins_may_have_us_in_it(examine):
@@ -401,14 +438,45 @@ def test_without_a_model_it_says_what_is_not_known(examine):
         ({"nodes": {1: NumaNode(GIB, frozenset({2, 3}))}}, "free there"),
     ],
 )
-def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, message):
-    from safe_offload.commands.doctor import versions
-
-    monkeypatch.setattr(versions, "CUPY_PACKAGES", ("pytest",))
+def test_memory_that_lies_far_from_the_gpu(examine, changes, message):
     assert not wrong(examine(tried=ON_GPU))
     problem = only(examine(**machine(**changes), tried=ON_GPU))
     assert problem.id == "memory.numa"
     assert message in problem.found
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [([], 1), (["--fail-on", "warning"], 1), (["--fail-on", "error"], 0)]
+)
+def test_warnings_alone_may_pass(examine, monkeypatch, capsys, options, status):
+    found = examine(config(kv_load_failure_policy="fail")["text"])
+    assert only(found).severity is Severity.WARNING
+    monkeypatch.setattr(command, "VllmProbe", lambda _: Answer(SOUND))
+    monkeypatch.setattr(command, "examine", lambda *_: found)
+    assert main(["doctor", *options]) == status
+    assert "0 errors, 1 warning" in capsys.readouterr().out
+    found.append(Finding("tiers.access", Severity.ERROR, "refused", "allowed", "allow it"))
+    assert main(["doctor", *options]) == 1
+
+
+def test_the_init_container_of_the_page_asks_about_the_servers_own_arguments(monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/operate/doctor.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    pod = yaml.safe_load(text)
+    kind = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "vllm"}}
+    for version in VERSIONS:
+        check({**kind, "spec": pod}, version)
+    (doctor,), (server,) = pod["initContainers"], pod["containers"]
+    for key in ("args", "image", "env", "resources", "volumeMounts"):
+        assert doctor[key] == server[key]
+    (variable,) = server["env"]
+    words = [word.replace(f"$({variable['name']})", variable["value"]) for word in server["args"]]
+    asked = []
+    monkeypatch.setattr(command, "VllmProbe", asked.append)
+    monkeypatch.setattr(command, "examine", lambda *_: [])
+    assert doctor["command"][0] == "safe-offload"
+    assert main([*doctor["command"][1:], *words]) == 0
+    assert asked == [words]
 
 
 def test_every_id_is_explained_and_no_other():
