@@ -160,10 +160,10 @@ def _memory_findings(
 def _check_copies(config: OffloadConfig, trials: list[Trial], vllm: VllmFacts) -> Iterator[Finding]:
     """Try the copies of every device, and put what was found into `trials` too.
 
-    Importing torch may end a process: the one that asks vLLM has done it before.
+    It imports torch and vLLM, which may end a process: the one that asks vLLM has done it before.
     """
-    if not vllm.torch_version:
-        yield info("copies.self-test", "not tried without torch")
+    if not vllm.version:
+        yield info("copies.self-test", "not tried without torch and vLLM")
         return
     from safe_offload.commands.doctor.trial import devices, run_trial
 
