@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import secrets
 import stat
 import time
@@ -23,11 +24,12 @@ import numpy as np
 
 from safe_offload.errors import SharingError
 from safe_offload.node.locks import Locks
-from safe_offload.node.table import Table, make_file
+from safe_offload.node.table import NEW, Table, make_file
 
 BASE: Final = Path("/dev/shm")
 TABLE: Final = "table"
 ABOUT: Final = "about"
+_PART: Final = re.compile(rf"{TABLE}|{ABOUT}|{NEW}|rank\d+")
 LAST_BYTES: Final = mmap.PAGESIZE
 MAKING_TIMEOUT_S: Final = 900.0
 """How long an engine waits while another makes a pool: its memory is taken page by page."""
@@ -210,8 +212,8 @@ def find_pools() -> list[Pool]:
 
 
 def _look_at(path: Path) -> Pool:
-    about = (path / ABOUT).read_text() if (path / ABOUT).is_file() else ""
-    size_bytes = sum(found.stat().st_blocks * 512 for found in path.iterdir())
+    about = (path / ABOUT).read_text(errors="replace") if (path / ABOUT).is_file() else ""
+    size_bytes = sum(found.lstat().st_blocks * 512 for found in path.iterdir())
     try:
         table = Table(str(path / TABLE))
     except (OSError, SharingError):
@@ -223,12 +225,27 @@ def _look_at(path: Path) -> Pool:
     return pool
 
 
-def remove_pool(path: Path) -> bool:
-    """Remove a pool; False if some process uses it."""
+def remove_pool(path: Path, *, is_dry: bool = False) -> str:
+    """Remove a pool, or only find out whether that would be done.
+
+    Returns:
+        Why it stays; empty if it does not.
+    """
     with _making(user_folder()):
-        if _look_at(path).is_used:
-            return False
-        for found in path.iterdir():
-            found.unlink()
-        path.rmdir()
-    return True
+        pool = _look_at(path)
+        if pool.num_engines:
+            return f"is in use by {pool.num_engines} engine{'s' if pool.num_engines > 1 else ''}"
+        if pool.is_used:
+            return "is in use, by an engine that starts"
+        folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            names = os.listdir(folder_fd)
+            if others := sorted(name for name in names if not _PART.fullmatch(name)):
+                return f"has {others[0]!r} in it, which is no part of a pool"
+            for name in () if is_dry else names:
+                os.unlink(name, dir_fd=folder_fd)
+        finally:
+            os.close(folder_fd)
+        if not is_dry:
+            path.rmdir()
+    return ""

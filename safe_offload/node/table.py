@@ -33,6 +33,8 @@ from safe_offload.node.locks import LOTS, NAPS, Locks, fence
 
 MAGIC: Final = b"safe_offload node 1\n"
 HEADER_BYTES: Final = 4096
+NEW: Final = "new"
+"""What a file is called while it is made."""
 ENGINES_MAX: Final = 32
 TOKENS_MAX: Final = 120
 LOT_SLOTS_MAX: Final = 64
@@ -343,7 +345,7 @@ def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None
     Args:
         content: by its place; the rest is zeros.
     """
-    new = path.with_name("new")
+    new = path.with_name(NEW)
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

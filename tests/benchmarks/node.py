@@ -35,7 +35,7 @@ def _ask(server: HttpServer, prompt: list[int]) -> tuple[float, list[int]]:
 
 def _remove_others(kept: set[Path]) -> None:
     for pool in find_pools():
-        while pool.path not in kept and not remove_pool(pool.path):
+        while pool.path not in kept and remove_pool(pool.path):
             time.sleep(0.1)  # a process of a server has not ended yet
 
 

@@ -78,7 +78,7 @@ def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
     (pool,) = (pool for pool in find_pools() if pool.path == path)
     assert pool.num_filled > 0
     assert not pool.is_used
-    assert remove_pool(path)
+    assert remove_pool(path) == ""
     assert not path.exists()
 
 

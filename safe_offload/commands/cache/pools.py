@@ -16,7 +16,17 @@ PLACE: Final = "node"
 
 def run_on_pools(arguments: Namespace) -> tuple[dict[str, Any], list[tuple[str, ...]], int]:
     """Do what the arguments say; return it for JSON, in rows, and the exit status."""
-    pools = find_pools()
+    try:
+        return _run(arguments, find_pools())
+    except OSError as error:
+        raise CacheError(
+            f"{error.filename}: {error.strerror}. Fix: run this as the user of the engines."
+        ) from error
+
+
+def _run(
+    arguments: Namespace, pools: list[Pool]
+) -> tuple[dict[str, Any], list[tuple[str, ...]], int]:
     if arguments.action.__name__ == "_ls":
         return _document(pools), _rows(pools), 0
     if arguments.action.__name__ != "_rm":
@@ -28,12 +38,24 @@ def run_on_pools(arguments: Namespace) -> tuple[dict[str, Any], list[tuple[str, 
             f"rm: {len(chosen)} pools in {user_folder()} begin with {wanted!r}. Fix: write one "
             "that `safe-offload cache ls node` shows, or --all."
         )
-    removed = [pool for pool in chosen if arguments.dry_run or remove_pool(pool.path)]
+    kept = {pool.path: remove_pool(pool.path, is_dry=arguments.dry_run) for pool in chosen}
+    removed = [pool for pool in chosen if not kept[pool.path]]
+    frees = "would free" if arguments.dry_run else "freed"
+    rows: list[tuple[str, ...]] = [
+        (f"{pool.path.name} {why}, stays.",)
+        if (why := kept[pool.path])
+        else (f"{pool.path.name} {frees} {format_bytes(pool.size_bytes)}.",)
+        for pool in chosen
+    ]
     did = "Would remove" if arguments.dry_run else "Removed"
-    freed = format_bytes(sum(pool.size_bytes for pool in removed))
-    rows: list[tuple[str, ...]] = [(f"{did} {len(removed)} pools, {freed}.",)]
-    rows += [(f"{pool.path.name} is in use.",) for pool in chosen if pool not in removed]
-    return _document(removed), rows, 0 if len(removed) == len(chosen) else 1
+    count = f"{len(removed)} pool{'s' if len(removed) != 1 else ''}"
+    rows.append((f"{did} {count}, {format_bytes(sum(pool.size_bytes for pool in removed))}.",))
+    document = {
+        "dry_run": arguments.dry_run,
+        **_document(removed),
+        "kept": {str(path): why for path, why in kept.items() if why},
+    }
+    return document, rows, 0 if len(removed) == len(chosen) else 1
 
 
 def _document(pools: list[Pool]) -> dict[str, Any]:
@@ -46,6 +68,8 @@ def _rows(pools: list[Pool]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("POOL", "SIZE", "SLOTS", "FILLED", "ENGINES", "MODEL")]
     for pool in pools:
         numbers = f"{pool.num_slots:,}", f"{pool.num_filled:,}", f"{pool.num_engines}"
+        if not pool.num_slots:  # of another version, or damaged
+            numbers = "?", "?", "in use" if pool.is_used else "0"
         about = printable(pool.about) or "?"
         rows.append((pool.path.name, format_bytes(pool.size_bytes), *numbers, about))
     return rows
