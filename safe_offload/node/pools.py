@@ -165,16 +165,19 @@ def _own_folder(path: Path) -> Path:
     """Return a folder that nobody else can write, made if it is missing."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    require_own(path)
-    return path
+    return require_own(path)
 
 
-def require_own(path: Path) -> None:
-    """Raise SharingError for a folder that somebody else has, or can read or write."""
+def require_own(path: Path) -> Path:
+    """Return the path; raise SharingError if others made it or can write: links lead anywhere."""
     found = path.lstat()
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or found.st_mode & 0o077:
-        raise SharingError(f"{path} is not a folder of this user alone (mode 0700)")
+        raise SharingError(
+            f"{path} is not a folder of this user alone (mode 0700). Fix: remove it, as root if "
+            "another user has made it"
+        )
+    return path
 
 
 @contextlib.contextmanager
@@ -204,11 +207,21 @@ def _removal(folder: Path) -> str:
 
 
 def find_pools() -> list[Pool]:
-    """Return the pools of this user; one that cannot be read has no slots."""
+    """Return the pools of this user; one that cannot be read has no slots.
+
+    Raises:
+        SharingError: others can write where they are.
+    """
     try:
-        return [_look_at(path) for path in sorted(user_folder().iterdir()) if path.is_dir()]
+        paths = sorted(require_own(user_folder()).iterdir())
     except FileNotFoundError:
         return []
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            if stat.S_ISDIR(path.lstat().st_mode):
+                found.append(_look_at(path))
+    return found
 
 
 def _look_at(path: Path) -> Pool:
@@ -230,8 +243,11 @@ def remove_pool(path: Path, *, is_dry: bool = False) -> str:
 
     Returns:
         Why it stays; empty if it does not.
+
+    Raises:
+        SharingError: others can write where it is.
     """
-    with _making(user_folder()):
+    with _making(require_own(user_folder())):
         pool = _look_at(path)
         if pool.num_engines:
             return f"is in use by {pool.num_engines} engine{'s' if pool.num_engines > 1 else ''}"

@@ -1,12 +1,15 @@
 """`safe-offload cache ls node` and `rm node`: pools in use, idle, damaged, and of others."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from safe_offload.errors import SharingError
 from safe_offload.node import pools
-from safe_offload.node.pools import remove_pool
-from tests.commands.cache.calls import caller, read
+from safe_offload.node.pools import find_pools, remove_pool
+from tests.commands.cache.calls import caller, check_refusal, read
 from tests.node.engines import Engine, hash_of, pools_in, wanted
 
 SLOTS = 256
@@ -95,6 +98,38 @@ def test_what_is_no_part_of_a_pool_is_not_deleted(call, base):
         assert status == 1
         assert "idle has 'notes.txt' in it, which is no part of a pool, stays." in text
     assert len(list((base / "idle").iterdir())) == 5
+
+
+def test_a_link_is_no_pool_and_is_not_followed(call, base, tmp_path):
+    shutil.move(base / "idle", tmp_path / "aside")
+    (base / "idle").symlink_to(tmp_path / "aside")
+    assert find_pools() == []
+    assert call("rm", "node", "--all") == (0, "Removed 0 pools, 0 bytes.\n")
+    with pytest.raises(OSError, match="Not a directory"):
+        remove_pool(base / "idle")
+    assert len(list((tmp_path / "aside").iterdir())) == 3
+
+
+@pytest.mark.parametrize("whose", ["open to all", "a link", "another's"])
+def test_a_folder_that_others_can_write_is_not_looked_into(call, base, tmp_path, whose):
+    if whose == "open to all":
+        base.chmod(0o1777)
+    elif whose == "a link":
+        shutil.move(base, tmp_path / "aside")
+        base.symlink_to(tmp_path / "aside")
+    elif os.geteuid():
+        pytest.skip("only root can give a folder to another user")
+    else:
+        os.chown(base, 65534, 65534)
+    for arguments in (
+        ("ls", "node"),
+        ("rm", "node", "--all"),
+        ("rm", "node", "--all", "--dry-run"),
+    ):
+        check_refusal(call(*arguments), "is not a folder of this user alone (mode 0700)")
+    with pytest.raises(SharingError, match="of this user alone"):
+        remove_pool(base / "idle")
+    assert (base / "idle" / pools.TABLE).exists()
 
 
 def test_there_may_be_no_pools(call, tmp_path):
