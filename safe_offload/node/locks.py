@@ -47,8 +47,8 @@ class Locks:
         return bool(struct.unpack_from("h", told)[0] != fcntl.F_UNLCK)
 
     def is_used(self) -> bool:
-        """Whether another holds a token."""
-        return self.is_taken(_TOKENS, _END - _TOKENS)
+        """Whether another holds any place, also of another version that has others."""
+        return self.is_taken(0, _END)
 
     def new_token(self) -> int:
         """Lock a place that no process has had: as long as it is taken, this one lives."""

@@ -227,15 +227,19 @@ def find_pools() -> list[Pool]:
 def _look_at(path: Path) -> Pool:
     about = (path / ABOUT).read_text(errors="replace") if (path / ABOUT).is_file() else ""
     size_bytes = sum(found.lstat().st_blocks * 512 for found in path.iterdir())
+    table_path, is_used = str(path / TABLE), False
+    with contextlib.suppress(FileNotFoundError):
+        locks = Locks(table_path)
+        is_used = locks.is_used()  # whatever is in the file: another version may have made it
+        locks.close()
     try:
-        table = Table(str(path / TABLE))
+        table = Table(table_path)
     except (OSError, SharingError):
-        return Pool(path, about, size_bytes, 0, 0, 0, is_used=False)
+        return Pool(path, about, size_bytes, 0, 0, 0, is_used)
     num_filled = int(np.count_nonzero(table.words & np.uint64(1)))
-    num_engines, is_used = len(table.living), table.locks.is_used()
-    pool = Pool(path, about, size_bytes, table.num_slots, num_filled, num_engines, is_used)
+    num_engines, num_slots = len(table.living), table.num_slots
     table.close()
-    return pool
+    return Pool(path, about, size_bytes, num_slots, num_filled, num_engines, is_used)
 
 
 def remove_pool(path: Path, *, is_dry: bool = False) -> str:
@@ -252,7 +256,7 @@ def remove_pool(path: Path, *, is_dry: bool = False) -> str:
         if pool.num_engines:
             return f"is in use by {pool.num_engines} engine{'s' if pool.num_engines > 1 else ''}"
         if pool.is_used:
-            return "is in use, by an engine that starts"
+            return "is in use, by an engine that starts or is of another version"
         folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             names = os.listdir(folder_fd)

@@ -41,6 +41,13 @@ def engine(base):
     engine.file.locks.close()
 
 
+def make_other_version(pool: Path) -> None:
+    """A table that this version cannot read."""
+    with (pool / pools.TABLE).open("r+b") as file:
+        file.seek(len(b"safe_offload node "))
+        file.write(b"2")
+
+
 def names_in(base: Path) -> list[str]:
     return sorted(path.name for path in base.iterdir() if path.name != "lock")
 
@@ -52,10 +59,19 @@ def test_a_pool_is_shown_with_its_engines(call, base, engine):
         ("idle", "256", "1", "0", "model"),
         ("pool", "256", "0", "1", "model"),
     ]
+    make_other_version(base / "pool")
+    _, text = call("ls", "node")
+    assert text.splitlines()[2].split()[3:] == ["?", "?", "in", "use", "model"]
 
 
-def test_a_dry_run_says_of_each_pool_what_is_done_then(call, base, engine):
-    uses = "is in use by 1 engine"
+@pytest.mark.parametrize("is_other_version", [False, True])
+def test_a_dry_run_says_of_each_pool_what_is_done_then(call, base, engine, is_other_version):
+    if is_other_version:
+        make_other_version(base / "pool")
+        make_other_version(base / "idle")
+        uses = "is in use, by an engine that starts or is of another version"
+    else:
+        uses = "is in use by 1 engine"
     size = (base / "idle" / "table").stat().st_size
     status, text = call("rm", "node", "--all", "--dry-run")
     first, second, last = text.splitlines()
