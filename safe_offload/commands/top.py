@@ -3,40 +3,43 @@
     safe-offload top http://localhost:8000
     safe-offload top http://localhost:8000 --once
 
-It reads /metrics of a vLLM server every few seconds, until q is pressed. Several engines of one
-server are added up.
+It reads /metrics of a vLLM server every few seconds, until q is pressed; arrows, PgUp and PgDn
+scroll. Several engines of one server are added up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import sys
-import termios
+import errno
+import signal
 import time
-import tty
 import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
+from safe_offload.commands import screen
 from safe_offload.config.printing import printable, without_secrets
-from safe_offload.config.units import format_bytes
+from safe_offload.config.units import MIB, format_bytes
 from safe_offload.errors import SafeOffloadError
 
 PREFIX: Final = "vllm:safe_offload_"
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 TIMEOUT_S: Final = 5.0
+WHOLE_TIMEOUT_S: Final = 10.0
+ANSWER_BYTES_MAX: Final = 16 * MIB
 INTERVAL_S: Final = 2.0
 NOTHING: Final = "-"
-_KEYS_MAX: Final = 64
+COLUMN_WIDTH_MIN: Final = 48
+"""Two columns, or more, stand side by side from that on."""
+_GAP: Final = 2
+_RATE_WIDTH: Final = 9
 
 Labels = Mapping[str, str]
 Row = tuple[str, str, str]
@@ -142,8 +145,8 @@ def read(url: str) -> Reading:
     """Read the metrics of a server; a TopError says what is wrong, and how to fix it."""
     label = without_secrets(url)
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            text = answer.read().decode(errors="replace")
+        with _within(WHOLE_TIMEOUT_S), urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            found: bytes = answer.read(ANSWER_BYTES_MAX + 1)
     except urllib.error.HTTPError as problem:
         reason = printable(str(problem.reason))
         raise TopError(
@@ -158,7 +161,28 @@ def read(url: str) -> Reading:
             f"{label} cannot be read: {reason}. Fix: check host and port, and that the server has "
             "started."
         ) from None
-    return parse(text, label)
+    if len(found) > ANSWER_BYTES_MAX:
+        raise TopError(
+            f"{label} answers with more than {format_bytes(ANSWER_BYTES_MAX)}. Fix: give the "
+            "address of a vLLM server, http://HOST:PORT; its metrics are at /metrics."
+        )
+    return parse(found.decode(errors="replace"), label)
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """End what takes longer, also what gets a byte now and then; in the main thread only."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, f"no whole answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def parse(text: str, url: str) -> Reading:
@@ -266,6 +290,15 @@ class View:
         growth = NOTHING if rate is None else f"{show(rate)}/s"
         return title, show(self.now.total(name, **labels)), growth
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the host memory is one that several engines share."""
+        return bool(self.now.largest("pool_engines"))
+
+    def pool(self, name: str) -> float:
+        """Return a gauge of the host memory: each engine that shares it has all of it."""
+        return self.now.largest(name) if self.is_shared else self.now.total(name)
+
     def mean(self, title: str, name: str, show: Show, **labels: str) -> Row:
         """Return the row of the mean of a histogram."""
         return self.share(title, f"{name}_sum", f"{name}_count", show, **labels)
@@ -288,18 +321,20 @@ class View:
 
 def worth(view: View) -> list[Row]:
     """Is it worth it?"""
-    computed, loaded = (view.now.total(f"{what}_tokens_per_second") for what in ("compute", "load"))
-    computed_text = _number(computed) if computed else NOTHING
-    speeds = f"computed {computed_text}, loaded {_number(loaded)}" if loaded else NOTHING
+    speeds = (
+        (f"tokens a second, {done}", _number(speed) if speed else NOTHING, "")
+        for done, name in (("computed", "compute"), ("loaded", "load"))
+        for speed in [view.now.total(f"{name}_tokens_per_second")]
+    )
     return [
-        view.share("prompt tokens from the host", "loaded_tokens_total", PROMPT_TOKENS, _percent),
+        view.share("prompt tokens from host", "loaded_tokens_total", PROMPT_TOKENS, _percent),
         view.counter("tokens from the host", "loaded_tokens_total"),
-        view.counter("computing saved, at least", "saved_seconds_total", _seconds),
+        view.counter("time saved, at least", "saved_seconds_total", _seconds),
         view.counter("hits", "hit_length_tokens_count"),
         view.mean("tokens of a hit", "hit_length_tokens", _number),
-        view.mean("a request waits for a load", "load_wait_seconds", _seconds),
+        view.mean("mean wait for a load", "load_wait_seconds", _seconds),
         view.counter("hits that would not pay", "unpaid_hits_total"),
-        ("tokens a second", speeds, ""),
+        *speeds,
     ]
 
 
@@ -310,7 +345,7 @@ def health(view: View) -> list[Row]:
         ("state", "SWITCHED OFF: the log says why" if is_disabled else "working", ""),
         view.counter("errors contained", "contained_errors_total"),
         view.counter("copies overdue", "overdue_transfers_total"),
-        view.counter("checksums that did not match", "checksum_mismatches_total"),
+        view.counter("checksum mismatches", "checksum_mismatches_total"),
         view.counter("ways to copy given up", "copy_path_demotions_total"),
         *view.reasons("transfers failed", "transfer_failures_total", "direction", "reason"),
         *view.reasons("ids dropped", "dropped_ids_total", "reason"),
@@ -319,7 +354,8 @@ def health(view: View) -> list[Row]:
 
 def size(view: View) -> list[Row]:
     """Is it large enough?"""
-    slots, used, leased = (view.now.total(name) for name in ("slots", "used_slots", "leased_slots"))
+    slots, used = view.pool("slots"), view.pool("used_slots")
+    leased = view.now.total("leased_slots")
     pinned, pins = view.now.total("pinned_slots"), int(view.now.total("pins"))
     share = _quotient(pinned, slots, _percent)
     present = view.now.largest("estimated_hits_present")
@@ -328,20 +364,25 @@ def size(view: View) -> list[Row]:
         ("slots leased", _number(leased), _quotient(leased, slots, _percent)),
         *([("slots pinned", f"{_number(pinned)}, {pins} prompts", share)] if pins else ()),
         view.counter("blocks stored", "stored_blocks_total"),
-        view.counter("blocks evicted after a hit", "evicted_blocks_total", hit="true"),
-        view.counter("blocks evicted, never hit", "evicted_blocks_total", hit="false"),
+        view.counter("evicted after a hit", "evicted_blocks_total", hit="true"),
+        view.counter("evicted, never hit", "evicted_blocks_total", hit="false"),
         view.share(
             "age of what is evicted", "evicted_age_seconds_total", "evicted_blocks_total", _seconds
         ),
-        view.counter("blocks not stored: no room", "skipped_blocks_total"),
+        view.counter("not stored: no room", "skipped_blocks_total"),
         *(
             (
-                f"hits with {what} memory",
+                f"hits, memory {what}",
                 _quotient(rate, present, "{:.2g} times".format),
                 _percent(rate),
             )
-            for what in ("half", "double", "quadruple", "everything")
-            if (rate := view.now.largest(f"estimated_hits_{what}"))
+            for what, name in (
+                ("halved", "half"),
+                ("doubled", "double"),
+                ("times four", "quadruple"),
+                ("for all", "everything"),
+            )
+            if (rate := view.now.largest(f"estimated_hits_{name}"))
         ),
     ]
 
@@ -349,7 +390,7 @@ def size(view: View) -> list[Row]:
 def cost(view: View) -> list[Row]:
     """What does it cost?"""
     memory = view.now.info.get("memory", "")
-    rows: list[Row] = [("host memory", _bytes(view.now.total("capacity_bytes")), memory)]
+    rows: list[Row] = [("host memory", _bytes(view.pool("capacity_bytes")), memory)]
     for direction in ("load", "store"):
         rows.append(view.counter(f"bytes of {direction}s", f"{direction}_bytes_total", _bytes))
     for name, title in (
@@ -372,7 +413,10 @@ def tiers(view: View) -> list[Row]:
         stored_bytes, capacity_bytes = (
             view.now.largest(f"tier_{what}_bytes", tier=tier) for what in ("stored", "capacity")
         )
-        used = _bytes(stored_bytes) + (f" of {_bytes(capacity_bytes)}" if capacity_bytes else "")
+        # A server or bucket does not say what it holds, a directory not before it is counted.
+        used = _bytes(stored_bytes) if stored_bytes else "not known"
+        used += f" of {_bytes(capacity_bytes)}" if capacity_bytes else ""
+        share = _quotient(stored_bytes, capacity_bytes, _percent) if stored_bytes else ""
         out = [
             f"not {done}"
             for operation, done in (("read", "read"), ("write", "written"))
@@ -381,7 +425,7 @@ def tiers(view: View) -> list[Row]:
         state = f"LEFT ALONE, {' and '.join(out)}: the log says why" if out else "working"
         rows += [
             (f"tier {tier}", state, ""),
-            ("  holds", used, _quotient(stored_bytes, capacity_bytes, _percent)),
+            ("  holds", used, share),
             view.counter("  read", "tier_read_bytes_total", _bytes, tier=tier),
             view.counter("  written", "tier_written_bytes_total", _bytes, tier=tier),
             view.mean(
@@ -391,7 +435,7 @@ def tiers(view: View) -> list[Row]:
         for title, name in (("blocks missed", "misses"), ("blocks not written", "dropped_spills")):
             rows += view.reasons(f"  {title}", f"tier_{name}_total", "reason", tier=tier)
     if rows:
-        rows.append(view.mean("a request waits for tiers", "tier_wait_seconds", _seconds))
+        rows.append(view.mean("mean wait for tiers", "tier_wait_seconds", _seconds))
     return rows
 
 
@@ -410,11 +454,29 @@ def tenants(view: View) -> list[Row]:
     return rows
 
 
+def sharing(view: View) -> list[Row]:
+    """What do engines share? Nothing unless the host memory is shared."""
+    if not view.is_shared:
+        return []
+    own, slots = view.now.total("own_slots"), view.pool("slots")
+    return [
+        ("engines that share it", _number(view.now.largest("pool_engines")), ""),
+        (
+            "slots of this server",
+            f"{_number(own)} of {_number(slots)}",
+            _quotient(own, slots, _percent),
+        ),
+        view.counter("blocks borrowed", "borrowed_blocks_total"),
+        view.counter("lost before that", "lost_blocks_total"),
+    ]
+
+
 QUESTIONS: Final = {
     "Is it worth it?": worth,
     "Is it healthy?": health,
     "Is it large enough?": size,
     "What does it cost?": cost,
+    "Who shares it?": sharing,
     "What do tiers do?": tiers,
     "Who has what?": tenants,
 }
@@ -422,20 +484,73 @@ QUESTIONS: Final = {
 
 
 def frame(watch: Watch) -> Any:
-    """Return what `rich` prints: a panel for each question, and how the server is."""
-    from rich.columns import Columns
+    """Return what `rich` prints: how the server is, and a section for each question."""
     from rich.console import Group
-    from rich.panel import Panel
     from rich.text import Text
 
     assert watch.last is not None
     view = View(watch.last, watch.before)
-    panels = [
-        Panel(_table(rows), title=question, title_align="left")
-        for question, ask in QUESTIONS.items()
-        if (rows := ask(view))
-    ]
-    return Group(_status(watch, Text), Columns(panels, equal=True, expand=True))
+    sections = [(question, rows) for question, ask in QUESTIONS.items() if (rows := ask(view))]
+    return Group(_status(watch, Text), Sections(sections))
+
+
+class Sections:
+    """Sections in as many columns as there is room for, of about the same height.
+
+    Nothing is cut off: what is too long for its column goes on in the next line.
+    """
+
+    def __init__(self, sections: Sequence[tuple[str, Sequence[Row]]]) -> None:
+        self._sections = sections
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.table import Table
+
+        count = max(1, (options.max_width + _GAP) // (COLUMN_WIDTH_MIN + _GAP))
+        count = min(count, len(self._sections))
+        width = (options.max_width - _GAP * (count - 1)) // count
+        columns: list[list[Any]] = [[] for _ in range(count)]
+        for question, rows in self._sections:
+            columns[min(range(count), key=lambda index: len(columns[index]))] += [
+                _rule(question, width),
+                *_lines_of(rows, width, console),
+            ]
+        grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+        for _ in columns:
+            grid.add_column(width=width)
+        grid.add_row(*map(_joined, columns))
+        yield grid
+
+
+def _rule(question: str, width: int) -> Any:
+    from rich.text import Text
+
+    return Text(question + " " + "-" * (width - len(question) - 1), style="bold")
+
+
+def _joined(lines: Sequence[Any]) -> Any:
+    from rich.text import Text
+
+    return Text("\n").join(lines)
+
+
+def _lines_of(rows: Sequence[Row], width: int, console: Any) -> Iterator[Any]:
+    """Yield the lines of a section: titles on the left, numbers below each other on the right."""
+    from rich.text import Text  # no markup: words of a server are in it
+
+    rates = max([_RATE_WIDTH, *(len(rate) for _, _, rate in rows)])
+    for title, count, rate in rows:
+        left, right = Text(title), Text(f"{count} {rate:>{rates}}")
+        if not rate and left.cell_len + 1 + right.cell_len > width:
+            right = Text(count)
+        if left.cell_len + 1 + right.cell_len <= width:
+            left.pad_right(width - left.cell_len - right.cell_len)
+            yield left + right
+            continue
+        yield from left.wrap(console, width, overflow="fold")
+        for line in Text(f"{count} {rate}".rstrip()).wrap(console, width, overflow="fold"):
+            line.align("right", width)
+            yield line
 
 
 def _status(watch: Watch, text: Any) -> Any:
@@ -453,57 +568,18 @@ def _status(watch: Watch, text: Any) -> Any:
     return text(f"{version}{without_secrets(watch.url)}: left column: since the start, {since}")
 
 
-def _table(rows: Iterable[Row]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_column(justify="right", min_width=10)
-    for row in rows:
-        grid.add_row(*map(Text, row))  # no markup: words of a server are in it
-    return grid
-
-
 def _show(console: Any, watch: Watch, interval_s: float) -> None:
     from rich.live import Live
 
-    with _keyboard() as keyboard, contextlib.ExitStack() as stack:
-        live = Live(frame(watch), console=console, screen=True, auto_refresh=False)
+    with screen.keyboard() as keys, contextlib.ExitStack() as stack:
+        page = screen.Page(frame(watch))
+        live = Live(page, console=console, screen=True, auto_refresh=False)
         stack.callback(live.stop)  # also of one that is interrupted while it starts
         live.start(refresh=True)
-        while not _is_ended(keyboard, interval_s):
+        while not screen.show(live, page, keys, interval_s):
             watch.read()
-            live.update(frame(watch), refresh=True)
-
-
-@contextlib.contextmanager
-def _keyboard() -> Iterator[int | None]:
-    """Let keys be read as they are pressed; None without a terminal to read them from."""
-    if not sys.stdin.isatty():
-        yield None
-        return
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-    try:
-        tty.setcbreak(keyboard)
-        yield keyboard
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
-def _is_ended(keyboard: int | None, wait_s: float) -> bool:
-    """Wait; return whether the user has pressed q meanwhile, or the terminal is gone."""
-    if keyboard is None:
-        time.sleep(wait_s)
-        return False
-    end_s = time.monotonic() + wait_s
-    while select.select([keyboard], [], [], max(0.0, end_s - time.monotonic()))[0]:
-        pressed = os.read(keyboard, _KEYS_MAX)
-        if not pressed or b"q" in pressed.lower():
-            return True
-    return False
+            page.content, page.note = frame(watch), "NO ANSWER" if watch.problem else ""
+            live.refresh()
 
 
 # ---- words ------------------------------------------------------------------------------------

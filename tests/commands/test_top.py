@@ -1,18 +1,25 @@
 """`safe-offload top` over a server of HTTP that says what the connector's metrics say."""
 
+import contextlib
 import functools
 import io
 import os
+import signal
+import socket
 import subprocess
 import sys
 import termios
 import threading
+import time
 from argparse import Namespace
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from rich.cells import cell_len, set_cell_size
 from rich.live import Live
 
 from safe_offload.commands import top
@@ -20,6 +27,7 @@ from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.command import read_rest
 from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.memory import check_hits
+from safe_offload.commands.screen import Page
 from safe_offload.commands.top import PREFIX, TopError, Watch, metrics_url, worth
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import (
@@ -105,12 +113,12 @@ def server():
 def shown(server: Server, capsys: pytest.CaptureFixture[str]) -> str:
     """What one frame shows, its words separated by single blanks."""
     assert main(["top", server.url, "--once", "--interval", "0.01"]) == 0
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def one_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
 
 
 def test_one_frame_answers_the_four_questions(server, capsys):
@@ -137,17 +145,18 @@ def test_one_frame_answers_the_four_questions(server, capsys):
     for question in list(top.QUESTIONS)[:4]:
         assert question in text
     assert "tier" not in text
+    assert "borrowed" not in text
     assert "safe-offload 0.1.0" in text
-    assert "prompt tokens from the host 25.0 %" in text
+    assert "prompt tokens from host 25.0 %" in text
     assert "tokens from the host 1,000 0/s" in text
-    assert "computing saved, at least 10 s" in text
-    assert "a request waits for a load 90 ms" in text
+    assert "time saved, at least 10 s" in text
+    assert "mean wait for a load 90 ms" in text
     assert "state working" in text
     assert "load timed_out 4" in text
     assert "slots in use 500 of 2,000 25.0 %" in text
-    assert "hits with double memory 1.4 times 28.0 %" in text
-    assert "quadruple" not in text, "it is not known"
-    assert "blocks evicted after a hit 8" in text
+    assert "hits, memory doubled 1.4 times 28.0 %" in text
+    assert "times four" not in text, "it is not known"
+    assert "evicted after a hit 8" in text
     assert "age of what is evicted 30 s" in text
     assert "host memory 2.00 GiB pageable" in text
     assert "bytes of loads 6.00 MiB" in text
@@ -166,7 +175,7 @@ def test_tiers_have_rows_of_their_own(server, capsys):
     text = shown(server, capsys)
     assert "tier 1 working holds 256.00 MiB of 1.00 GiB 25.0 % read 6.00 MiB" in text
     assert "blocks missed 4 0/s absent 4" in text
-    assert "tier 2 LEFT ALONE, not written: the log says why holds 0 bytes -" in text
+    assert "tier 2 LEFT ALONE, not written: the log says why holds not known" in text
     assert "written 10.00 MiB" in text
     assert "blocks not written 8 0/s full 8" in text
 
@@ -182,6 +191,28 @@ def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
     assert "chat 6.00 MiB, 4.00 MiB guaranteed hit tokens 1,000 0/s missed tokens 0 0/s" in text
     assert "rest 0 bytes, 0 bytes guaranteed" in text
     assert "evicted blocks 8" in text
+
+
+def test_what_a_server_or_bucket_holds_is_not_known(server, capsys):
+    server.start_metrics(tiers=TIERS)
+    counts = {str(TIER_SERIES[0].written_bytes): 5 << 20, str(TIER_SERIES[0].read_bytes): 3 << 20}
+    server.metrics.observe(OffloadStats.of(counts, {}, {}, None).data, 0)
+    text = shown(server, capsys)
+    assert "tier 1 working holds not known read 3.00 MiB 0 bytes/s written 5.00 MiB" in text
+    assert "holds 0 bytes" not in text
+
+
+def test_what_engines_share_has_rows_and_counts_once(server, capsys):
+    counts = {Count.BORROWED_BLOCKS: 7, Count.LOST_BLOCKS: 2}
+    of_pool = {"pool_engines": 3, "slots": 1000, "used_slots": 600, "capacity_bytes": 1 << 30}
+    for engine in (0, 1):
+        server.observe(counts, engine, own_slots=300, **of_pool)
+    text = shown(server, capsys)
+    assert "engines that share it 3" in text
+    assert "slots of this server 600 of 1,000 60.0 %" in text
+    assert "blocks borrowed 14 0/s lost before that 4 0/s" in text
+    assert "slots in use 600 of 1,000 60.0 %" in text
+    assert "host memory 1.00 GiB" in text
 
 
 def test_what_is_pinned_has_a_row(server, capsys):
@@ -258,7 +289,7 @@ def test_rates_are_those_between_two_readings(server):
     assert view.rate("loaded_tokens_total") == pytest.approx(
         700 / (watch.last.at_s - watch.before.at_s)
     )
-    assert worth(view)[0] == ("prompt tokens from the host", "50.0 %", "50.0 %")
+    assert worth(view)[0] == ("prompt tokens from host", "50.0 %", "50.0 %")
 
 
 @pytest.mark.parametrize(
@@ -321,10 +352,163 @@ def test_a_server_that_goes_away_and_comes_back(server):
     assert watch.before is not None
 
 
-def _text_of(watch: Watch) -> str:
+# ---- answers without an end -------------------------------------------------------------------
+
+
+@pytest.fixture
+def endless():
+    """Return the address of a server that sends a piece again and again, and what it has sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sent: list[int] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), listening.accept()[0] as client:
+                client.recv(4096)
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:
+                    sent.append(client.send(b"a" * 4096))
+                    if listening.gettimeout():
+                        time.sleep(listening.gettimeout())
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listening, sent
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_no_more_is_read_than_metrics_may_have(endless, monkeypatch):
+    listening, sent = endless
+    monkeypatch.setattr(top, "ANSWER_BYTES_MAX", 1 << 20)
+    with pytest.raises(TopError, match=r"answers with more than 1\.00 MiB\. Fix: "):
+        top.read(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
+    assert sum(sent) < 64 << 20, "what is on its way is some more"
+
+
+def test_an_answer_that_never_ends_is_given_up(endless, monkeypatch):
+    listening, _ = endless
+    listening.settimeout(0.02)  # a piece now and then: no single wait is too long
+    monkeypatch.setattr(top, "WHOLE_TIMEOUT_S", 0.5)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TopError, match=r"no whole answer within 0\.5 s\. Fix: "):
+        top.read(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+# ---- terminals of all sizes -------------------------------------------------------------------
+
+
+def fill(server: Server, tmp_path: Path) -> Watch:
+    """All that there may be, with large numbers."""
+    server.start_metrics(tiers=TIERS, tenants=str(tmp_path))
+    named = dict.fromkeys(COUNTERS, 10**9 + 7)
+    gauges: dict[str, float] = dict.fromkeys(GAUGES, 1234567.0)
+    for tier in TIER_SERIES[:2]:
+        named |= dict.fromkeys(tier.counters, 10**9)
+    gauges |= {str(TIER_SERIES[0].stored_bytes): 987 << 30}
+    gauges |= {str(TIER_SERIES[0].capacity_bytes): 1 << 40}
+    gauges |= {str(TIER_SERIES[1].is_out[name]): 1 for name in ("read", "write")}
+    for label in ("chat-of-the-engineering-department-in-the-north", "批处理", "rest"):
+        gauges |= {of_tenant("used_bytes", label): 3 << 30}
+    counts = {str(name): number for name, number in named.items()}
+    server.observe(counts, info={"version": "0.1.0", "memory": "being page-locked"}, **gauges)
+    watch = Watch(metrics_url(server.url))
+    watch.read()
+    server.observe(counts)
+    watch.read()
+    return watch
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def pages(page: Page, width: int, height: int) -> Iterator[list[str]]:
+    """Yield the screens of a page, from the first to the last."""
     from rich.console import Console
 
-    console: Any = Console(width=160, file=io.StringIO())
+    console: Any = Console(width=width, height=height, file=io.StringIO(), force_terminal=True)
+    while True:
+        lines = console.render_lines(page, console.options, pad=False)
+        yield ["".join(segment.text for segment in line) for line in lines]
+        before = page.first
+        page.press(b"\x1b[6~")
+        console.render_lines(page)
+        if page.first == before:
+            return
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 40), (60, 24), (200, 50), (30, 15), (16, 30)])
+def test_every_row_can_be_reached_and_none_is_cut(server, tmp_path, width, height):
+    watch = fill(server, tmp_path)
+    assert watch.last is not None
+    page, whole = Page(top.frame(watch)), dict[int, str]()
+    expected = [line.rstrip() for line in _text_of(watch, width).splitlines()]
+    for lines in pages(page, width, height):
+        assert len(lines) == height
+        assert all(cell_len(line) <= width for line in lines)
+        for number, line in enumerate(lines[:-1], start=page.first):
+            assert whole.setdefault(number, line) == line
+        below = max(0, len(expected) - page.first - height + 1)
+        assert lines[-1].startswith(f"{page.first} lines above, {below} below"[:width])
+    assert [line.rstrip() for _, line in sorted(whole.items())] == expected
+    count = {200: 4, 100: 2}.get(width, 1)
+    column = (width - 2 * (count - 1)) // count
+    starts = range(0, width, column + 2)
+    text = "\n".join(
+        set_cell_size(whole[number], width)[start : start + column]
+        if whole[number].isascii()
+        else whole[number]
+        for start in starts
+        for number in sorted(whole)
+    )
+    assert "…" not in text
+    view = top.View(watch.last, watch.before)
+    for question, ask in top.QUESTIONS.items():
+        assert squeezed(question) in squeezed(text)
+        for row in ask(view):
+            assert squeezed("".join(row)) in squeezed(text), row
+
+
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [
+        (b"j", 1),
+        (b"\x1b[B\x1b[Bjk", 2),
+        (b"\x1b[6~", 8),
+        (b"  b", 8),
+        (b"\x1b[6~\x1b[5~", 0),
+        (b"G", 91),
+        (b"\x1b[Fk", 90),
+        (b"Gg", 0),
+        (b"k\x1b[A\x1b[5~", 0),
+        (b"x\x1b[99;5u\x1b", 0),
+    ],
+)
+def test_keys_scroll(keys, first):
+    from rich.console import Console
+
+    page = Page("\n".join(map(str, range(100))))
+    console: Any = Console(width=60, height=10, file=io.StringIO(), force_terminal=True)
+    console.render_lines(page)
+    assert not page.press(keys)
+    lines = console.render_lines(page, pad=False)
+    assert [line[0].text for line in lines[:-1]] == list(map(str, range(first, first + 9)))
+    assert page.press(b"j\x1b[Aq")
+
+
+def test_a_server_that_does_not_answer_is_told_where_the_page_is_scrolled_to():
+    page = Page("\n".join(map(str, range(100))))
+    page.note = "NO ANSWER"
+    *_, last = pages(page, 60, 10)
+    assert last[-1].startswith("91 lines above, 0 below; NO ANSWER; q ends")
+
+
+def _text_of(watch: Watch, width: int = 160) -> str:
+    from rich.console import Console
+
+    console: Any = Console(width=width, file=io.StringIO())
     console.print(top.frame(watch))
     return str(console.file.getvalue())
 
@@ -371,28 +555,58 @@ sys.exit(main(sys.argv[1:]))
     ("key", "interval_s"), [(b"q", "100000"), (b"Q", "100000"), (b"\x03", "1")]
 )
 def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(server, key, interval_s):
+    with on_terminal(server, 80, 24, interval_s) as (ours, theirs, child):
+        before = termios.tcgetattr(theirs)
+        read_until(ours, "worth it?")
+        os.write(ours, b"x" + key)
+        assert child.wait() == 0
+        assert termios.tcgetattr(theirs) == before
+
+
+@contextlib.contextmanager
+def on_terminal(server: Server, width: int, height: int, interval_s: str) -> Iterator[Any]:
+    """Run the command on a terminal; yield both ends of it, and the process."""
     ours, theirs = os.openpty()
-    before = termios.tcgetattr(theirs)
+    termios.tcsetwinsize(theirs, (height, width))
     child = subprocess.Popen(
         [sys.executable, "-c", ON_ITS_TERMINAL, "top", server.url, "--interval", interval_s],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={**os.environ, "TERM": "xterm"},
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        | {"TERM": "xterm"},
     )
     try:
-        shown = b""
-        while b"worth it?" not in shown:
-            shown += os.read(ours, 65536)
-        os.write(ours, b"x" + key)
-        assert child.wait() == 0
-        assert termios.tcgetattr(theirs) == before
+        yield ours, theirs, child
     finally:
         child.kill()
         child.wait()
         os.close(ours)
         os.close(theirs)
+
+
+def read_until(terminal: int, *words: str) -> str:
+    """Return what is written until all words have come."""
+    text = b""
+    while not all(word.encode() in text for word in words):
+        text += os.read(terminal, 65536)
+    return text.decode(errors="replace")
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 40), (60, 24)])
+def test_a_terminal_is_scrolled_to_the_end_and_may_change_its_size(server, tmp_path, width, height):
+    fill(server, tmp_path)
+    with on_terminal(server, width, height, "100000") as (ours, theirs, child):
+        text = read_until(ours, "0 lines above", "q ends")
+        assert "mean wait for tiers" not in text
+        os.write(ours, b"G")
+        read_until(ours, " 0 below")
+        termios.tcsetwinsize(theirs, (500, width))
+        text = read_until(ours, "Is it worth it?", "mean wait for tiers", "q ends")
+        assert "lines above" not in text
+        os.write(ours, b"q")
+        assert child.wait() == 0
 
 
 def test_doctor_says_what_a_running_server_would_hit_with_more_memory(server):
