@@ -15,11 +15,15 @@ from safe_offload.config.printing import printable
 from safe_offload.errors import SafeOffloadError
 
 _ERROR_LENGTH_MAX: Final = 4000
+_INTERRUPTED: Final = 130  # as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is well, 1 if it failed or showed a defect."""
-    return run(_make_parser(), argv)
+    """Run the command; return 0 if all is well, 1 if it failed or showed a defect.
+
+    130 after Ctrl-C; a command may raise KeyboardInterrupt with what it has done so far.
+    """
+    return run(make_parser(), argv)
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
@@ -30,6 +34,10 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     except SafeOffloadError as error:
         print(f"{parser.prog}: {printable(str(error), _ERROR_LENGTH_MAX)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as interrupt:
+        done = f": {interrupt}" if str(interrupt) else ""
+        print(f"{parser.prog}: ended by Ctrl-C{done}.", file=sys.stderr)
+        return _INTERRUPTED
     return status
 
 
@@ -43,13 +51,17 @@ class Subcommand(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self._module = module
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See ArgumentParser; called once, with what follows the name of the subcommand."""
+    def load(self) -> None:
+        """Import the module, so that the arguments are known; once."""
         if self._module:
             module = importlib.import_module(self._module)
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(run=module.run_command)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ArgumentParser; called once, with what follows the name of the subcommand."""
+        self.load()
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and hasattr(parsed, "rest"):  # the subcommand takes what it does not know
             parsed.rest = rest
@@ -57,7 +69,8 @@ class Subcommand(argparse.ArgumentParser):
         return parsed, rest
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="safe-offload", description="Tools around vLLM's SafeCPUOffloadConnector."
     )
@@ -68,6 +81,7 @@ def _make_parser() -> argparse.ArgumentParser:
         ("doctor", "doctor.command", "what would go wrong on this machine"),
         ("cache", "cache.command", "what a tier holds; check it, delete some of it"),
         ("top", "top", "watch a server's metrics"),
+        ("completion", "completion", "complete commands with TAB: a script for your shell"),
     ):
         commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
     bench = commands.add_parser("bench", help="measure")
