@@ -35,8 +35,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
         print(f"{parser.prog}: {printable(str(error), _ERROR_LENGTH_MAX)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        done = f": {interrupt}" if str(interrupt) else ""
-        print(f"{parser.prog}: ended by Ctrl-C{done}.", file=sys.stderr)
+        print(f"{parser.prog}: ended by Ctrl-C {interrupt}".rstrip() + ".", file=sys.stderr)
         return _INTERRUPTED
     return status
 

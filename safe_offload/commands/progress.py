@@ -27,7 +27,10 @@ class Progress:
         clock: the seconds of a clock that never goes back.
 
     Attributes:
-        count, size_bytes: how much is done; `advance` alone changes them.
+        what: is going on; `begin` alone changes it.
+        count, size_bytes: how much is done; `begin` and `advance` alone change them.
+        is_shown: there is a terminal; `close` alone changes it.
+        note: said too; whoever uses it may change it.
     """
 
     def __init__(
@@ -39,29 +42,35 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.count = self.size_bytes = 0
-        self._what, self._total, self._unit = what, total, unit
+        self._unit = unit
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._is_shown = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._begun_s = clock()
+        self.note = ""
+        self.is_shown = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.begin(what, total)
+
+    def begin(self, what: str, total: int | None = None) -> None:
+        """Count something else from now on."""
+        self.count = self.size_bytes = 0
+        self.what, self._total = what, total
+        self._begun_s = self._clock()
         self._next_s = self._begun_s + INTERVAL_S  # what is over at once shows nothing
 
     def advance(self, count: int = 1, size_bytes: int = 0) -> None:
         """Count what has been done since."""
         self.count += count
         self.size_bytes += size_bytes
-        if self._is_shown and (now_s := self._clock()) >= self._next_s:
+        if self.is_shown and (now_s := self._clock()) >= self._next_s:
             self._next_s = now_s + INTERVAL_S
             self._stream.write(_ERASE + self._line(now_s - self._begun_s))
             self._stream.flush()
 
     def close(self) -> None:
         """Take the line away; a second call does nothing."""
-        if self._is_shown:
+        if self.is_shown:
             self._stream.write(_ERASE)
             self._stream.flush()
-        self._is_shown = False
+        self.is_shown = False
 
     def __enter__(self) -> Self:
         return self
@@ -71,13 +80,13 @@ class Progress:
 
     def __str__(self) -> str:
         """Return what is done, such as "1,200 objects, 3.00 GiB"."""
-        done = f"{self.count:,} {self._unit}"
-        return f"{done}, {format_bytes(self.size_bytes)}" if self.size_bytes else done
+        size = format_bytes(self.size_bytes) if self.size_bytes else ""
+        return ", ".join(filter(None, (f"{self.count:,} {self._unit}", size, self.note)))
 
     def _line(self, passed_s: float) -> str:
         """Return as many facts as one line of the terminal has room for."""
         per_s = self.count / max(passed_s, 1e-9)
-        facts = [f"{self._what}: {self}"]
+        facts = [f"{self.what}: {self}"]
         if self._total:
             facts.append(f"{min(self.count / self._total, 1.0):.0%} of {self._total:,}")
             if per_s:

@@ -36,13 +36,12 @@ class Terminal:
 
     def lines(self) -> list[str]:
         """Return what was written since, one line for each time it was written over."""
+        self.stream.write("\0")
         self.stream.flush()
-        os.set_blocking(self._master, False)
-        try:
-            written = os.read(self._master, 1 << 16).decode()
-        except BlockingIOError:
-            return []
-        return written.split(ERASE)[1:]
+        written = b""
+        while not written.endswith(b"\0"):
+            written += os.read(self._master, 1 << 16)
+        return written[:-1].decode().split(ERASE)[1:]
 
     def close(self) -> None:
         self.stream.close()

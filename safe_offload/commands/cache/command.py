@@ -9,6 +9,7 @@ safe-offload cache ls node
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -18,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache import places, pools
-from safe_offload.commands.cache.store import CacheError, Item, TierStore, batches
+from safe_offload.commands.cache.store import LOOKING, CacheError, Item, TierStore, batches
+from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
 from safe_offload.config.tiers import TierConfig
@@ -78,8 +80,13 @@ def run_command(arguments: Namespace) -> int:
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
     store = places.open_store(arguments.place, config)
+    store.progress = Progress(LOOKING, stream=io.StringIO() if arguments.json else None)
     try:
-        document, text, status = arguments.action(arguments, store, config)
+        with store.progress:
+            document, text, status = arguments.action(arguments, store, config)
+    except KeyboardInterrupt:
+        done = f"while {store.progress.what}, after {store.progress}"
+        raise KeyboardInterrupt(done) from None
     except OSError as error:
         raise CacheError(
             f"{store.label}: {error.strerror or error}. Fix: run this as the user of the engines, "
@@ -148,7 +155,7 @@ def _listed(store: TierStore) -> list[Listed]:
         name: Listed(name, naming.facts_of(described), naming.is_after_reset(described))
         for name, described in store.namespaces().items()
     }
-    for item in store.items():
+    for item in _counted(store):
         if item.namespace in found:
             found[item.namespace].add(item)
     return sorted(found.values(), key=lambda listed: -listed.last_used_s)
@@ -203,7 +210,11 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
     key_seal = open_seal(config.hmac_key_file)
     seals = {name: _seal_for(each, key_seal) for name, each in store.namespaces().items()}
     num_objects, size_bytes, num_sealed, bad = 0, 0, 0, []
-    for item in store.items():
+    progress, total = store.progress, None
+    if progress.is_shown:  # to look at all is short beside reading it
+        total = sum(1 for _ in _counted(store))
+    progress.begin("checking", total)
+    for item in _counted(store):
         if item.is_temporary:
             continue
         try:
@@ -217,6 +228,7 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
         size_bytes += item.size_bytes
         if problem:
             bad.append({"file": item.place, "problem": problem})
+            progress.note = f"{len(bad):,} bad"
             if arguments.delete:
                 store.delete([item])
     is_well = not bad or arguments.delete
@@ -247,6 +259,13 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
             "key and were not checked. Fix: give it with --hmac-key-file."
         )
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
+
+
+def _counted(store: TierStore) -> Iterator[Item]:
+    """Yield all objects, and show how many are done with."""
+    for item in store.items():
+        yield item
+        store.progress.advance(1, item.size_bytes)
 
 
 def _seal_for(described: bytes, seal: Seal) -> Seal:

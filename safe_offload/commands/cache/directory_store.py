@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from safe_offload.commands.cache.store import CacheError, Item, TierStore, name_at
+from safe_offload.commands.cache.store import LOOKING, CacheError, Item, TierStore, name_at
 from safe_offload.config.printing import without_secrets
 from safe_offload.config.units import MIB
 from safe_offload.tiers import naming
 from safe_offload.tiers.files import directory
-from safe_offload.tiers.files.capacity import USAGE_FILE, Kept, keep
+from safe_offload.tiers.files.capacity import USAGE_FILE, Kept, Order, keep
 from safe_offload.tiers.naming import HEADER_BYTES
 
 _PIECE_BYTES: Final = 4 * MIB
@@ -74,9 +74,9 @@ class DirectoryStore(TierStore):
         if self.is_dry:
             return super().prune(to_bytes, used_before_s)
         give_up_at_s = time.monotonic() + _PATIENCE_S
+        order = Order(to_bytes, int(used_before_s * 1e9), self._seen, self._gone)
         while True:
-            before_ns = int(used_before_s * 1e9)
-            kept = keep(self._root_fd, None, to_bytes=to_bytes, used_before_ns=before_ns)
+            kept = keep(self._root_fd, None, order=order)
             if kept is not None:
                 return kept
             if time.monotonic() > give_up_at_s:
@@ -84,6 +84,13 @@ class DirectoryStore(TierStore):
                     f"{self.label}: an engine is evicting. Fix: try again in a minute."
                 )
             time.sleep(_PAUSE_S)
+
+    def _seen(self, size_bytes: int) -> None:
+        if self.progress.what == LOOKING:
+            self.progress.advance(1, size_bytes)
+
+    def _gone(self, size_bytes: int) -> None:
+        self.count_deleted(1, size_bytes)
 
     def _forget(self, namespaces: Sequence[str]) -> None:
         """An engine may be writing to one of them again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from safe_offload.commands.progress import Progress
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name
@@ -18,6 +20,8 @@ from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.seal import PLAIN, Seal
 
 BATCH_ITEMS: Final = 1000
+LOOKING: Final = "looking at what is there"
+DELETING: Final = "deleting"
 _CLOCK_S: Final = 1.0
 """Times of use are whole seconds, and may be one off when they are asked for again."""
 
@@ -55,11 +59,13 @@ class TierStore(ABC):
         label: what it is called; no secret is in it.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
         is_dry: nothing is deleted, to see what would be.
+        progress: of what is under way; shows nothing unless it is replaced.
     """
 
     label: str
     use = "USED"
     is_dry = False
+    progress = Progress(LOOKING, stream=io.StringIO())
 
     def is_cache(self) -> bool:
         """Return whether something may be deleted: always where other names are not touched."""
@@ -84,7 +90,18 @@ class TierStore(ABC):
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
         """Delete objects; return those that were there."""
-        return list(items) if self.is_dry else self._delete(items)
+        if self.is_dry:
+            return list(items)
+        deleted = self._delete(items)
+        self.count_deleted(len(deleted), sum(item.size_bytes for item in deleted))
+        return deleted
+
+    def count_deleted(self, count: int, size_bytes: int) -> None:
+        """Show that objects were deleted, unless it is a check that is shown."""
+        if self.progress.what == LOOKING:
+            self.progress.begin(DELETING)
+        if self.progress.what == DELETING:
+            self.progress.advance(count, size_bytes)
 
     def forget(self, namespaces: Sequence[str]) -> None:
         """Delete what else there is of namespaces whose objects are gone."""
@@ -139,6 +156,7 @@ class TierStore(ABC):
                     "itself (maxmemory and its policy), or choose allkeys-lru in the place of "
                     "allkeys-lfu."
                 )
+            self.progress.advance(1, item.size_bytes)
             sizes.append(item.size_bytes)
             used_at.append(item.used_at_s)
         held_bytes = sum(sizes)

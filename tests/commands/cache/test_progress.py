@@ -1,0 +1,124 @@
+"""How far `safe-offload cache` has come, on a terminal, and what it says when Ctrl-C ends it."""
+
+import signal
+import sys
+
+import pytest
+
+from safe_offload.commands import progress
+from safe_offload.commands.cache.store import TierStore
+from safe_offload.config.units import format_bytes
+from tests.commands.cache.calls import STORED_BYTES
+from tests.commands.test_progress import Terminal
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Standard error, on which every change is written."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "INTERVAL_S", -1.0)
+    terminal = Terminal(200)
+    yield terminal
+    terminal.close()
+
+
+def written(terminal, monkeypatch, call, *arguments):
+    """Run a command; return its output, and the lines on the terminal without their rates."""
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    status, text = call(*arguments)
+    monkeypatch.undo()
+    assert status == 0
+    lines = terminal.lines()
+    assert not lines or lines[-1] == "", "the line is taken away"
+    return text, [line.rpartition(", ")[0] for line in lines[:-1]]
+
+
+def told(what, count, more=""):
+    return f"{what}: {count} objects, {format_bytes(count * STORED_BYTES)}{more}"
+
+
+def test_a_listing_counts(rig, call, terminal, monkeypatch):
+    _, lines = written(terminal, monkeypatch, call, "ls", rig.url)
+    assert lines == [told("looking at what is there", n) for n in range(1, 14)]
+
+
+def test_a_check_says_share_and_time_left(rig, call, terminal, monkeypatch):
+    text, lines = written(terminal, monkeypatch, call, "verify", rig.url)
+    assert lines[:13] == [told("looking at what is there", n) for n in range(1, 14)]
+    for n, line in enumerate(lines[13:], start=1):
+        assert line.startswith(told("checking", n, f", {n / 13:.0%} of 13, "))
+        assert line.endswith(" s left")
+    assert len(lines) == 26
+    assert "13 objects" in text
+
+
+def test_bad_objects_are_counted_too(rig, call, terminal, monkeypatch):
+    rig.write(rig.name(3), b"x" * STORED_BYTES)
+    _, lines = written(terminal, monkeypatch, call, "verify", rig.url, "--delete")
+    assert told("checking", 13, ", 1 bad, 100% of 13, 0 s left") == lines[-1]
+
+
+def test_pruning_counts_what_it_looks_at_and_what_it_deletes(aged, call, terminal, monkeypatch):
+    for number in range(4):
+        aged.age(number, 1000.0)
+    _, lines = written(terminal, monkeypatch, call, "prune", aged.url, "--older-than", "900s")
+    assert lines[:13] == [told("looking at what is there", n) for n in range(1, 14)]
+    assert lines[-1] == told("deleting", 4)
+
+
+def test_rm_counts(rig, call, terminal, monkeypatch):
+    _, lines = written(terminal, monkeypatch, call, "rm", rig.url, "--all")
+    assert lines[-1].startswith("deleting: ")
+
+
+@pytest.mark.parametrize(
+    "action", [("ls",), ("verify",), ("rm", "--all"), ("prune", "--older-than", "0s")]
+)
+def test_nothing_is_written_with_json_or_elsewhere(
+    folder, call, terminal, monkeypatch, capsys, action
+):
+    _, lines = written(terminal, monkeypatch, call, *action[:1], folder.url, *action[1:], "--json")
+    assert lines == []
+    call(*action[:1], folder.url, *action[1:])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_ctrl_c_ends_it_in_one_line_that_says_what_is_done(rig, call, monkeypatch, more):
+    check, num_checked = TierStore.problem_of, 0
+
+    def problem_of(*arguments):
+        nonlocal num_checked
+        num_checked += 1
+        if num_checked == 6:
+            signal.raise_signal(signal.SIGINT)
+        return check(*arguments)
+
+    rig.write(rig.name(3), b"x" * STORED_BYTES)
+    monkeypatch.setattr(TierStore, "problem_of", problem_of)
+    status, text = call("verify", rig.url, *more)
+    assert status == 130
+    size = format_bytes(5 * STORED_BYTES)
+    begin = f"safe-offload: ended by Ctrl-C while checking, after 5 objects, {size}"
+    assert text in (f"{begin}.\n", f"{begin}, 1 bad.\n")
+
+
+def test_ctrl_c_ends_pruning_and_what_is_left_can_be_used(folder, call, monkeypatch):
+    from safe_offload.tiers.files import capacity
+
+    remove, num_removed = capacity.remove, 0
+
+    def interrupted(*arguments):
+        nonlocal num_removed
+        num_removed += 1
+        if num_removed == 3:
+            signal.raise_signal(signal.SIGINT)
+        return remove(*arguments)
+
+    monkeypatch.setattr(capacity, "remove", interrupted)
+    status, text = call("prune", folder.url, "--older-than", "0s")
+    assert status == 130
+    size = format_bytes(2 * STORED_BYTES)
+    assert text == f"safe-offload: ended by Ctrl-C while deleting, after 2 objects, {size}.\n"
+    assert call("prune", folder.url, "--older-than", "0s")[0] == 0
+    assert folder.there() == [False] * 10
