@@ -1,5 +1,6 @@
 """Scripts for shells, each tried in that shell."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -90,11 +91,33 @@ def test_zsh_offers_the_same(script):
     assert any("--older-than" in word for word in offered)
 
 
-def test_bash_itself_asks_the_script(script):
-    """`complete` has it called for this command, and files are offered where it says nothing."""
-    text = f"source {script('bash')}; complete -p safe-offload"
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout == "complete -o default -F _safe_offload safe-offload\n"
+def test_tab_completes_at_the_prompt_of_bash(script):
+    path, (ours, theirs) = script("bash"), os.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null"},
+    )
+
+    def type_until(typed: str, shown: str) -> None:
+        os.write(ours, typed.encode())
+        text = ""
+        while shown not in text:
+            text += os.read(ours, 4096).decode()
+
+    try:
+        type_until(f"source {path}; PS1=; echo REA''DY\n", "READY")
+        type_until("safe-offload ca\t", "cache ")
+        type_until("pr\t", "prune ")
+        type_until("--ol\t", "--older-than ")
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_values_of_an_option_are_offered_after_it(monkeypatch, capsys, tmp_path):
