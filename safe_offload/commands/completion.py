@@ -1,6 +1,6 @@
 """Completion of commands and options with TAB: print a script for a shell.
 
-bash: safe-offload completion bash > ~/.local/share/bash-completion/completions/safe-offload
+bash: safe-offload completion bash > ~/.safe-offload.bash  # sourced by ~/.bashrc
 zsh:  safe-offload completion zsh > ~/.safe-offload.zsh    # sourced by ~/.zshrc after compinit
 fish: safe-offload completion fish > ~/.config/fish/completions/safe-offload.fish
 """

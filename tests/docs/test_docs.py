@@ -31,7 +31,7 @@ def commands() -> Iterator[tuple[str, str]]:
     seen = set()
     for page in PAGES:
         for match in COMMAND.finditer(page.read_text()):
-            command = match[1].replace("\\\n", " ").split(" | ")[0].strip()
+            command = match[1].replace("\\\n", " ").split(" | ")[0].split(" > ")[0].strip()
             if command not in seen:
                 seen.add(command)
                 yield str(page.relative_to(ROOT)), command
