@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.scheduler.limits import Limits, is_pin_time
+from safe_offload.scheduler.limits import MAX_PIN_S, Limits, is_pin_time
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -20,24 +20,39 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION, ACTION_VERSION = "0.1", "1.0"
 KEYS = ("kv_hints", "kv_hint")
 """In `kv_transfer_params`; the second is Dynamo's (ai-dynamo/dynamo#13134)."""
+FETCH, RETAIN, DEMOTE = "kv.fetch", "kv.retain", "kv.demote"
 TTL_KEY = "ttl_s"
 ACTIONS_MAX = 64
+KNOWN = (
+    f'protocol_version "{PROTOCOL_VERSION}", action_version "{ACTION_VERSION}", action_type '
+    f'"{FETCH}", "{DEMOTE}" or "{RETAIN}", whose payload has "{TTL_KEY}", a number of 0 to '
+    f"{MAX_PIN_S}"
+)
 
 
-def with_hints(request: Request, limits: Limits, counters: Counters) -> Limits:
-    """Add to what a request asks for what its hints do; never raises, and counts each action."""
+def with_hints(request: Request, limits: Limits, counters: Counters) -> tuple[Limits, list[str]]:
+    """Add to what a request asks for what its hints do; never raises, and counts each action.
+
+    Returns:
+        The limits, and what is wrong with hints that nothing comes of. That names fields and types,
+        never a value: a client may have put its prompt there.
+    """
+    problems: list[str] = []
     if limits.leaves_nothing:
-        return limits
+        return limits, problems
     for envelope in _envelopes(request):
         actions = _field(envelope, "actions")
-        is_known = _field(envelope, "protocol_version") == PROTOCOL_VERSION
-        if not (is_known and isinstance(actions, list | tuple)):
-            counters[Count.UNKNOWN_HINTS] += 1
+        if problem := _problem_of_envelope(envelope, actions):
+            problems.append(problem)
             continue
         for action in actions[:ACTIONS_MAX]:
-            limits, count = _with_action(limits, action)
-            counters[count] += 1
-    return limits
+            limits, count, problem = _with_action(limits, action)
+            if count is None:
+                problems.append(problem)
+            else:
+                counters[count] += 1
+    counters[Count.UNKNOWN_HINTS] += len(problems)
+    return limits, problems
 
 
 def _envelopes(request: Request) -> Iterator[Any]:
@@ -49,17 +64,29 @@ def _envelopes(request: Request) -> Iterator[Any]:
         yield from (params[key] for key in KEYS if params.get(key) is not None)
 
 
-def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count]:
-    is_known = _field(action, "action_version") == ACTION_VERSION
-    kind = _field(action, "action_type") if is_known else None
-    if kind == "kv.fetch":  # from where is in our tiers, whatever its payload says
-        return replace(limits, is_fetched=True), Count.FETCH_HINTS
-    if kind == "kv.demote":
-        return replace(limits, is_demoted=True), Count.DEMOTE_HINTS
+def _problem_of_envelope(envelope: Any, actions: Any) -> str:
+    if _field(envelope, "protocol_version") != PROTOCOL_VERSION:
+        return "protocol_version is missing or another"
+    if not isinstance(actions, list | tuple):
+        return f"actions is of type {type(actions).__name__}"
+    return ""
+
+
+def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count | None, str]:
+    """Return the limits with an action, and what it counts as, or what is wrong with it."""
+    if _field(action, "action_version") != ACTION_VERSION:
+        return limits, None, "action_version is missing or another"
+    kind = _field(action, "action_type")
+    if kind == FETCH:  # from where is in our tiers, whatever its payload says
+        return replace(limits, is_fetched=True), Count.FETCH_HINTS, ""
+    if kind == DEMOTE:
+        return replace(limits, is_demoted=True), Count.DEMOTE_HINTS, ""
+    if kind != RETAIN:
+        return limits, None, "action_type is another"
     ttl_s = _field(_field(action, "payload"), TTL_KEY)
-    if kind == "kv.retain" and is_pin_time(ttl_s):
-        return replace(limits, pin_s=ttl_s), Count.RETAIN_HINTS
-    return limits, Count.UNKNOWN_HINTS
+    if is_pin_time(ttl_s):
+        return replace(limits, pin_s=ttl_s), Count.RETAIN_HINTS, ""
+    return limits, None, f"{TTL_KEY} of {RETAIN} is of type {type(ttl_s).__name__}, or out of range"
 
 
 def _field(thing: Any, name: str) -> Any:

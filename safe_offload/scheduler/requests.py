@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters, is_milestone
-from safe_offload.scheduler.hints import with_hints
+from safe_offload.scheduler.hints import KNOWN, with_hints
 from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
 
 if TYPE_CHECKING:
@@ -288,9 +288,23 @@ class RequestBook:
 
 
 class HintedBook(RequestBook):
-    """A book that reads the hints of requests too."""
+    """A book that reads the hints of requests too; also its own state: a number for the log."""
+
+    def __init__(self, counters: Counters) -> None:
+        super().__init__(counters)
+        self._num_with_unknown_hints = 0
 
     def add(self, request: Request) -> RequestState:
         state = super().add(request)
-        state.limits = with_hints(request, state.limits, self._counters)
+        state.limits, problems = with_hints(request, state.limits, self._counters)
+        if problems:
+            self._num_with_unknown_hints += 1
+            if is_milestone(self._num_with_unknown_hints):
+                logger.warning(
+                    "Hints of %d requests could not be used, and nothing came of these; of the "
+                    "last one %s. Known: %s.",
+                    self._num_with_unknown_hints,
+                    " and ".join(dict.fromkeys(problems)),
+                    KNOWN,
+                )
         return state
