@@ -37,6 +37,8 @@ class Result(enum.Enum):
     """There is something of that name that cannot be read: permissions, a directory, a link."""
     FULL = "full"
     """There is no room for it."""
+    STILL_FULL = "still_full"
+    """There is none, although some was made: the next write would fail too."""
     FAILED = "failed"
     """The tier failed: an input or output error, a connection that is lost."""
     CANCELLED = "cancelled"

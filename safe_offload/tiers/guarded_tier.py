@@ -243,6 +243,8 @@ class GuardedTier:
             if not problem and not num_moved + counts[Result.PRESENT]:
                 if counts[Result.FAILED]:
                     problem = f"a {operation.value} failed"
+                elif counts[Result.STILL_FULL]:
+                    problem = "there was no room"
                 elif is_late:
                     problem = f"a {operation.value} had not begun after {seconds:g} s"
             if problem:
@@ -252,6 +254,8 @@ class GuardedTier:
             elif is_trial:
                 breaker.withdraw()
         outcome = {result.value: count for result, count in counts.items()}
+        if still_full := outcome.pop(Result.STILL_FULL.value, 0):
+            outcome[Result.FULL.value] = counts[Result.FULL] + still_full
         if cancelled := outcome.pop(Result.CANCELLED.value, 0):
             outcome["timed_out" if is_late else Result.CANCELLED.value] = cancelled
         self._note(operation, seconds, outcome, num_moved * self._slot_bytes)

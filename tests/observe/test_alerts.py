@@ -61,6 +61,7 @@ def test_prometheus_accepts_the_files_and_their_tests_pass(command: str, name: s
         ),
         ("mean1h < 60", "mean1h > 60"),
         ('{reason="full"}', ""),
+        ('{reason="full"}[5m]', '{reason="full"}[30m]'),
     ],
 )
 def test_the_tests_of_the_rules_notice_a_wrong_one(tmp_path: Path, right: str, wrong: str) -> None:

@@ -778,6 +778,17 @@ def test_a_full_tier_is_not_one_that_fails(make_rig):
     assert not rig.guarded_tiers[0].is_out_for_writing
 
 
+def test_a_tier_that_stays_full_is_left_alone_and_all_it_drops_counts_as_full(make_rig):
+    rig, counters = make_rig(), Counters()
+    for _ in range(FAILURES_MAX):
+        rig.tier.answers["spill"] = [[Result.FULL, Result.STILL_FULL]]
+        assert rig.spill(next(NUMBERS), [0, 1], A, B) == (0, 1)
+    assert rig.guarded_tiers[0].is_out_for_writing
+    rig.runner.count_into(counters)
+    dropped = {name: n for name, n in counters.take().items() if "dropped" in name and n}
+    assert dropped == {'tier_dropped_spills{tier="1",reason="full"}': 2 * FAILURES_MAX}
+
+
 def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
     rig = make_rig()
     for _ in range(FAILURES_MAX + 1):

@@ -176,14 +176,11 @@ class FileTier:
             return Result.FAILED
 
     def _make_room(self, error: OSError, num_counts: int) -> Result:
-        """A write found the file system full: evict a batch, once until a write works again.
-
-        If that has not helped, the write counts as failed, so that nothing is written for a while.
-        """
+        """A write found the file system full: evict a batch, once until a write works again."""
         began_after_count = self._capacity.num_counts == num_counts and not self._is_counting
         if began_after_count and self._has_made_room:
             self._log.no_help(error)
-            return Result.FAILED
+            return Result.STILL_FULL
         if began_after_count:
             self._want_count(is_disk_full=True)
         self._log.no_room(error)
