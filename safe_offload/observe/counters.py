@@ -199,7 +199,10 @@ class TierSeries:
             name: series("call_seconds", doc, ("operation", name), buckets=SECONDS)
             for name in ("probe", "fetch", "spill")
         }
-        doc = "Bytes that a tier holds, those of other engines included, as far as it knows."
+        doc = (
+            "Bytes taken in a directory by all engines that share it, as of this engine's last "
+            "write or count."
+        )
         self.stored_bytes = series("stored_bytes", doc)
         self.capacity_bytes = series("capacity_bytes", "What a tier may hold.")
         doc = "1 since a tier has failed and was left alone, until a call of that kind has worked."

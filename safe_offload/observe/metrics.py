@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tier_url import FILE
 from safe_offload.observe.counters import (
     BYTES,
     COUNTERS,
@@ -227,7 +228,12 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             )
             for name, doc in GAUGES.items()
         }
-        of_tiers = [series for tier in tiers for series in tier.gauges]
+        of_tiers = [
+            series
+            for tier, written in zip(tiers, config.tiers, strict=True)
+            for series in tier.gauges
+            if series is not tier.stored_bytes or written.location.scheme == FILE
+        ]
         self._gauges |= self._make_series(self._gauge_cls, of_tiers, multiprocess_mode="mostrecent")
         self._of_tenants: dict[str, Any] = {}
         if config.tenants is not None:

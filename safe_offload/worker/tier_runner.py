@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from safe_offload.config.tier_url import FILE
 from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
 from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
@@ -230,7 +231,8 @@ class TierRunner:
         """Return how the tiers stand now."""
         gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
-            gauges[series.stored_bytes] = max(0, guarded.tier.used_bytes)
+            if guarded.config.location.scheme == FILE:  # others do not say
+                gauges[series.stored_bytes] = max(0, guarded.tier.used_bytes)
             gauges[series.capacity_bytes] = guarded.config.capacity_bytes or 0
             gauges[series.is_out["read"]] = guarded.is_out
             gauges[series.is_out["write"]] = guarded.is_out_for_writing

@@ -269,6 +269,17 @@ def test_tiers_have_series_from_the_start_as_many_as_there_are(registry):
     assert value(registry, "tier_is_out", tier="2", operation="read") == 1
 
 
+@pytest.mark.parametrize("url", ["redis://kv.internal", "s3://bucket/kv"])
+def test_only_a_directory_has_a_series_of_what_it_holds(registry, url):
+    """A server or bucket does not say: 0 would be wrong."""
+    tiers = [{"url": url}, {"url": "file:///far"}]
+    metrics = make_metrics(registry, 0, kv_connector_extra_config={"tiers": tiers})
+    metrics.observe({"gauges": {str(tier.stored_bytes): 7.0 for tier in TIER_SERIES[:2]}})
+    assert value(registry, "tier_stored_bytes", tier="1") is None
+    assert value(registry, "tier_stored_bytes", tier="2") == 7
+    assert value(registry, "tier_is_out", tier="1", operation="read") == 0
+
+
 def test_counts_add_up_and_gauges_stand_for_the_last(metrics, registry):
     metrics.observe({"counts": {"hit_tokens": 5}, "gauges": {"slots": 10, "leased_slots": 4}})
     metrics.observe({"counts": {"hit_tokens": 2}, "gauges": {"leased_slots": 0}})

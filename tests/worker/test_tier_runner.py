@@ -789,6 +789,12 @@ def test_a_tier_that_stays_full_is_left_alone_and_all_it_drops_counts_as_full(ma
     assert dropped == {'tier_dropped_spills{tier="1",reason="full"}': 2 * FAILURES_MAX}
 
 
+def test_only_of_a_directory_it_is_said_what_it_holds(make_rig):
+    assert make_rig().runner.gauges()['tier_stored_bytes{tier="1"}'] == 0
+    rig = make_rig(config=replace(CONFIG, location=Location("redis", host="kv.internal")))
+    assert 'tier_stored_bytes{tier="1"}' not in rig.runner.gauges()
+
+
 def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
     rig = make_rig()
     for _ in range(FAILURES_MAX + 1):
