@@ -85,11 +85,11 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
-    benchmarks.add_parser(
-        "engine",
-        help="time to first token in a real vLLM engine, with and without us",
-        module="safe_offload.commands.bench.engine",
-    )
+    for name, what in (
+        ("engine", "time to first token in a real vLLM engine, with and without us"),
+        ("tier", "what a tier reads and writes, against its device, network or store"),
+    ):
+        benchmarks.add_parser(name, help=what, module=f"safe_offload.commands.bench.{name}")
     return parser
 
 

@@ -1,6 +1,6 @@
 """Measure what only developers measure: `python -m tests.benchmarks NAME`.
 
-docs/benchmarks/method.md says how; `safe-offload bench engine` is for users.
+docs/benchmarks/method.md says how; `safe-offload bench` is for users.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("serve", "`vllm bench serve`: without us, with us, and with a KV pool that holds all"),
         ("agents_engine", "the same in engines without servers, for a machine without a network"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
-        ("tiers", "a tier against its device, network or store; engines that use it"),
+        ("tiers_engine", "engines that use a tier: computed, from the GPU, the host, the tier"),
         ("transfer", "rate of the copies, against what the hardware gives"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
         ("copies", "`transfer` with vLLM's own copies and with latencies"),

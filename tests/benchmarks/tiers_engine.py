@@ -5,16 +5,22 @@ first computes prompts, which are stored; it is asked again while a prompt is st
 when its GPU has forgotten it and its host has not. The second is asked what it has never seen, and
 finds it in the tier. The one without a tier computes the same prompts: what does writing cost? Then
 all engines end, and a new one with the same tier is asked everything: a cold start.
+
+What the tier itself gives, `safe-offload bench tier` measures.
 """
 
+import argparse
+import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from safe_offload.commands.bench.engine import (
     DEFAULT_CPU_BYTES,
@@ -24,7 +30,16 @@ from safe_offload.commands.bench.engine import (
     engine_options,
 )
 from safe_offload.commands.bench.engine_process import Answer, EngineProcess, Question, answer
-from safe_offload.commands.bench.report import median_and_spread, table
+from safe_offload.commands.bench.report import (
+    Report,
+    add_output_arguments,
+    describe_machine,
+    median_and_spread,
+    publish,
+    table,
+)
+from safe_offload.commands.cache import places
+from safe_offload.config.tier_url import FILE, SERVERS, URL_KEY
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engine import tiny
 
@@ -36,6 +51,7 @@ QUIET_S = 1.5
 POLL_S = 0.3
 NUM_PROMPTS = 3
 HASH_ALGORITHM = "sha256_cbor"
+PREFIX = "safe-offload-bench-"
 
 COMPUTED, ALONE, ON_GPU, ON_HOST, BESIDE, COLD = SOURCES = (
     "computed",
@@ -85,6 +101,64 @@ class EngineBenchOptions:
     rounds: int
     extra: dict[str, Any]
     engine_args: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("place", metavar="DIR_OR_URL", help="of the tier; what is made there is deleted")
+    add("--engine", metavar="MODEL", default="llama", help="llama, gemma3, deepseek, or any model")
+    add("--prompt-tokens", type=int, default=16_000, help="of the prompts (%(default)s)")
+    add("--rounds", type=int, default=5, help="after a warm-up (%(default)s)")
+    how: dict[str, Any] = {"type": json.loads, "default": {}, "metavar": "JSON"}
+    add("--engine-args", help="more arguments of vllm.LLM", **how)
+    add("--extra-config", help="more keys of kv_connector_extra_config", **how)
+    for option, setting in places.OPTIONS.items():
+        add(option, help=f'as the tier\'s "{setting}"')
+    add_output_arguments(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks tiers_engine`."""
+    machine = describe_machine()
+    with _place_of_ours(arguments) as written:
+        options = EngineBenchOptions(
+            tier=written,
+            model=arguments.engine,
+            prompt_tokens=arguments.prompt_tokens,
+            rounds=arguments.rounds,
+            extra=arguments.extra_config,
+            engine_args=arguments.engine_args,
+        )
+        found = measure_engines(options, print)
+    method = " ".join((__doc__ or "").split("\n\n")[1].split())
+    asked = {"model": options.model, "rounds": options.rounds}
+    figures = {"engines": asdict(found)}
+    publish(Report(method, [render(found)], figures, asked, machine), arguments)
+    return 1 if found.num_different_answers else 0
+
+
+@contextmanager
+def _place_of_ours(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the tier in a place that nothing else uses, as `tiers` has it; delete it then."""
+    options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
+    config = places.config_of(arguments.place, options)
+    written = {key: value for key, value in options.items() if value is not None}
+    if config.location.scheme == FILE:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=config.location.path) as folder:
+            yield written | {URL_KEY: f"file://{quote(folder)}"}
+        return
+    word = f"{PREFIX}{random.SystemRandom().getrandbits(32):08x}"
+    if config.location.scheme in SERVERS:  # which then deletes it
+        yield written | {URL_KEY: arguments.place, "ttl": "1h", "namespace": word}
+        return
+    url = f"{arguments.place.rstrip('/')}/{word}"
+    try:
+        yield written | {URL_KEY: url}
+    finally:
+        store = places.open_store(url, places.config_of(url, options))
+        store.delete(list(store.items()))
+        store.forget(list(store.namespaces()))
+        store.close()
 
 
 class _Bench:
@@ -142,8 +216,7 @@ def _source_of(found: Answer) -> str:
 
 def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> EngineFound:
     """Run the engines; `say` takes progress."""
-    prefix = "safe-offload-bench-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         bench = _Bench(options, Path(name))
         prompts = range(NUM_PROMPTS)
         say("starting three engines ...")

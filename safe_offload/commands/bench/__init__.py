@@ -1,4 +1,4 @@
-"""`safe-offload bench engine`: what the connector is worth here, with your model.
+"""`safe-offload bench`: what the connector is worth here with your model, and what a tier gives.
 
-May import anything but the other commands. Door: `engine`.
+May import anything, but of the other commands only where `cache` looks. Doors: `engine`, `tier`.
 """

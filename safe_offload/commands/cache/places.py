@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from safe_offload.commands.cache.directory_store import DirectoryStore
@@ -25,7 +25,7 @@ OPTIONS: Final = {
 """Options, and the settings of a tier that they are."""
 
 
-def config_of(place: str, options: Mapping[str, str | None]) -> TierConfig:
+def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
     """Return the tier at a url, or in the directory of a path; None is an option not given."""
     path, url = os.path.abspath(place), place
     if "://" not in place:

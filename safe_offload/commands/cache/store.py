@@ -71,6 +71,10 @@ class TierStore(ABC):
         """Return whether something may be deleted: always where other names are not touched."""
         return True
 
+    def place_of(self, name: Name) -> str:
+        """Return where an object is, or would be; see `Item`."""
+        return "/".join((naming.namespace_folder(name.namespace), *naming.path_of(name)))
+
     @abstractmethod
     def namespaces(self) -> Mapping[str, bytes]:
         """Return the names of all namespaces, with the description of each or nothing."""

@@ -16,11 +16,13 @@ from typing import Any, Final
 from safe_offload.commands.cache.store import Item, TierStore
 from safe_offload.commands.cache.valkey_client import TEXT_BYTES_MAX, Client
 from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Name
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.valkey.names import (
     ALL_KEYS,
     PREFIX,
     description_key,
+    key_of,
     name_of_key,
     namespace_of_key,
 )
@@ -40,6 +42,9 @@ class ValkeyStore(TierStore):
     def __init__(self, config: TierConfig) -> None:
         self._client = Client(config, TIMEOUT_S)
         self.label = self._client.label
+
+    def place_of(self, name: Name) -> str:
+        return key_of(name).decode()
 
     def namespaces(self) -> Mapping[str, bytes]:
         """See `TierStore`; a server may have evicted a description."""
@@ -126,7 +131,13 @@ class ValkeyStore(TierStore):
             placed.setdefault(self._client.node_of(key), []).append(index)
         was_there = [False] * len(keys)
         for node, indices in placed.items():
-            answers = self._client.ask(node, *((b"UNLINK", keys[index]) for index in indices))
+            asked = [keys[index] for index in indices]
+            answers = self._client.ask(node, *((b"UNLINK", key) for key in asked))
+            if any(
+                isinstance(answer, ErrorReply) and answer.code == "NOPERM" for answer in answers
+            ):
+                # The user of an engine may have DEL alone.
+                answers = self._client.ask(node, *((b"DEL", key) for key in asked))
             for index, answer in zip(indices, answers, strict=True):
                 if isinstance(answer, ErrorReply):
                     raise self._client.refusal(answer)

@@ -7,10 +7,9 @@ object store against the library's own put and get.
 import asyncio
 import multiprocessing as mp
 import os
-import shutil
+import signal
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers.base import Buffers
-from safe_offload.worker.loop_thread import new_event_loop
+from safe_offload.tiers.objects.store import open_store
 
 CONNECT_TIMEOUT_S = 300.0
 _REQUEST = struct.Struct("!cQQ")  # whether bytes are to be sent, pieces, bytes of each
@@ -50,6 +49,7 @@ class DeviceLimit:
         folder.mkdir()
         self._folder, self._slots, self._num_threads = folder, slots, threads
         self._threads = ThreadPoolExecutor(threads)
+        self._is_closed = False
 
     def write(self, generation: int) -> None:
         self._move(os.pwritev, generation)
@@ -64,6 +64,8 @@ class DeviceLimit:
             size_bytes = slots[0][0].nbytes if slots else 0
             os.ftruncate(file, len(slots) * size_bytes)
             for place, slot in enumerate(slots):
+                if self._is_closed:
+                    break
                 moved = call(file, slot, place * size_bytes)
                 if moved != size_bytes:
                     raise SafeOffloadError(f"moved {moved} of {size_bytes} bytes")
@@ -72,8 +74,8 @@ class DeviceLimit:
         list(self._threads.map(run, range(self._num_threads)))
 
     def close(self) -> None:
+        self._is_closed = True
         self._threads.shutdown()
-        shutil.rmtree(self._folder)
 
 
 def _open_direct(path: Path) -> int:
@@ -96,21 +98,22 @@ class SocketLimit:
     def __init__(self, slots: Sequence[Buffers], num_sockets: int, *, is_unix: bool) -> None:
         self._slots, self._num_sockets = slots, num_sockets
         self._threads = ThreadPoolExecutor(num_sockets)
-        with tempfile.TemporaryDirectory(prefix="safe-offload-") as folder:
-            family = socket.AF_UNIX if is_unix else socket.AF_INET
-            address: Any = f"{folder}/socket" if is_unix else ("127.0.0.1", 0)
-            with socket.socket(family) as listener:
-                listener.bind(address)
-                listener.listen(num_sockets)
-                arguments = (listener, num_sockets, _other_cores())
-                self._process = mp.get_context("spawn").Process(target=serve, args=arguments)
-                self._process.start()
-                self._sockets = [socket.socket(family) for _ in range(num_sockets)]
-                for each in self._sockets:
-                    each.settimeout(CONNECT_TIMEOUT_S)
-                    each.connect(listener.getsockname())
-                    each.sendall(_REQUEST.pack(_TAKE, 0, 0))
-                    _receive(each, memoryview(bytearray(1)))  # only then has it started
+        family = socket.AF_UNIX if is_unix else socket.AF_INET
+        address: Any = "" if is_unix else ("127.0.0.1", 0)  # "": a name in no file system
+        with socket.socket(family) as listener:
+            listener.bind(address)
+            listener.listen(num_sockets)
+            arguments = (listener, num_sockets, _other_cores())
+            self._process = mp.get_context("spawn").Process(
+                target=serve, args=arguments, daemon=True
+            )
+            self._process.start()
+            self._sockets = [socket.socket(family) for _ in range(num_sockets)]
+            for each in self._sockets:
+                each.settimeout(CONNECT_TIMEOUT_S)
+                each.connect(listener.getsockname())
+                each.sendall(_REQUEST.pack(_TAKE, 0, 0))
+                _receive(each, memoryview(bytearray(1)))  # only then has it started
 
     def write(self, generation: int) -> None:
 
@@ -143,41 +146,35 @@ class SocketLimit:
         self._process.join()
 
 
-def open_store(config: TierConfig) -> Any:
-    """Return an object store as its library has it, at the place of a tier."""
-    from obstore.store import from_url
-
-    how: dict[str, Any] = {}
-    if config.endpoint is not None:
-        how["endpoint"] = config.endpoint
-        how["client_options"] = {"allow_http": config.endpoint.startswith("http:")}
-    return from_url(config.location.label, **how)
-
-
-def delete_all(config: TierConfig) -> None:
-    """Delete everything at the place of a tier in an object store."""
-    store = open_store(config)
-    for listed in store.list():
-        store.delete([one["path"] for one in listed])
-
-
 class StoreLimit:
-    """See `Limit`: the library's own put and get, of one object for each slot."""
+    """See `Limit`: the library's own put and get, of one object for each slot.
+
+    Args:
+        paths: from a generation to where its objects are.
+        run: runs a coroutine.
+    """
 
     name = "store"
 
-    def __init__(self, config: TierConfig, slots: Sequence[Buffers]) -> None:
+    def __init__(
+        self,
+        config: TierConfig,
+        slots: Sequence[Buffers],
+        paths: Callable[[int], Sequence[str]],
+        run: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
         self._store = open_store(config)
+        self._paths = paths
         self._slots = slots
         self._num_connections = config.num_connections
-        self._runner = asyncio.Runner(loop_factory=new_event_loop)
+        self._run = run
 
     def write(self, generation: int) -> None:
 
         async def put(path: str, slot: memoryview) -> None:
             await self._store.put_async(path, slot, use_multipart=False)
 
-        self._runner.run(self._move(put, generation))
+        self._run(self._move(put, generation))
 
     def read(self, generation: int) -> None:
         """See `Limit.read`; the bytes are left where the library has put them."""
@@ -188,21 +185,21 @@ class StoreLimit:
             if len(found) != slot.nbytes:
                 raise SafeOffloadError(f"read {len(found)} of {slot.nbytes} bytes")
 
-        self._runner.run(self._move(get, generation))
+        self._run(self._move(get, generation))
 
     async def _move(
         self, call: Callable[[str, memoryview], Coroutine[Any, Any, None]], generation: int
     ) -> None:
-        todo = iter(enumerate(self._slots))
+        todo = iter(zip(self._paths(generation), self._slots, strict=True))
 
         async def work() -> None:
-            for index, slot in todo:
-                await call(f"limit/{slot[0].nbytes}/{generation}-{index}", slot[0])
+            for path, slot in todo:
+                await call(path, slot[0])
 
         await asyncio.gather(*(work() for _ in range(self._num_connections)))
 
     def close(self) -> None:
-        self._runner.close()
+        """See `Limit.close`; nothing was taken."""
 
 
 def _other_cores() -> frozenset[int]:
@@ -216,7 +213,9 @@ def _receive(source: socket.socket, target: memoryview) -> None:
 
 
 def serve(listener: socket.socket, num_sockets: int, cores: frozenset[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; it ends when its sockets do
     os.sched_setaffinity(0, cores)
+    listener.settimeout(CONNECT_TIMEOUT_S)
     with ThreadPoolExecutor(num_sockets) as threads:
         for _ in range(num_sockets):
             threads.submit(_serve_one, listener.accept()[0])
