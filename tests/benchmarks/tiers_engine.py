@@ -38,6 +38,7 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
+from safe_offload.commands.bench.tier_place import Signals
 from safe_offload.commands.cache import places
 from safe_offload.config.tier_url import FILE, SERVERS, URL_KEY
 from safe_offload.errors import SafeOffloadError
@@ -120,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks tiers_engine`."""
     machine = describe_machine()
-    with _place_of_ours(arguments) as written:
+    with Signals(), _place_of_ours(arguments) as written:  # what SIGTERM ends is deleted, too
         options = EngineBenchOptions(
             tier=written,
             model=arguments.engine,

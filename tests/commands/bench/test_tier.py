@@ -266,6 +266,80 @@ def test_the_user_of_an_engine_may_run_it(server, tmp_path):
     assert place.names() == []
 
 
+def send(*numbers: int) -> None:
+    """Send signals to this process; their handlers have run when this returns."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def test_a_signal_waits_until_what_is_held_has_ended():
+    done = []
+    with (
+        tier_place.Signals() as signals,
+        pytest.raises(tier_place.EndedError) as ended,
+        signals.held(),
+    ):
+        done.append(send(signal.SIGTERM, signal.SIGINT))
+    assert (done, ended.value.number) == ([None], signal.SIGTERM)
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, tier.new_event_loop])
+def test_a_signal_cancels_what_runs_in_an_event_loop_and_is_raised_when_it_has_ended(make_loop):
+    done = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(send, signal.SIGHUP)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            done.append("ended")
+
+    with (
+        asyncio.Runner(loop_factory=make_loop) as runner,
+        tier_place.Signals() as signals,
+        pytest.raises(tier_place.EndedError),
+    ):
+        signals.run(runner, work())
+    assert done == ["ended"]
+
+
+class Doubtful(tier_place.Folder):
+    """A signal comes while it is taken, or while it is emptied."""
+
+    sends_in = ""
+
+    def take(self) -> None:
+        if self.sends_in == "take":
+            send(signal.SIGTERM)
+        super().take()
+
+    def close(self) -> None:
+        if self.sends_in == "close":
+            send(signal.SIGTERM)
+        super().close()
+
+
+@pytest.mark.parametrize("moment", ["take", "close"])
+def test_a_signal_while_a_folder_is_made_or_deleted_leaves_none(tmp_path, moment):
+    place = Doubtful(TierConfig.at(f"file://{tmp_path}"))
+    place.sends_in = moment
+    with (
+        tier_place.Signals() as signals,
+        pytest.raises(tier_place.EndedError),
+        tier_place.taken(place, 0, signals),
+    ):
+        (tmp_path / tier_place.FOLDER / "tier").mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_are_as_before_when_it_has_ended():
+    before = [signal.getsignal(number) for number in ENDINGS]
+    with tier_place.Signals(), contextlib.suppress(tier_place.EndedError):
+        send(signal.SIGTERM)
+    assert [signal.getsignal(number) for number in ENDINGS] == before
+
+
 # ---- what is refused ---------------------------------------------------------------------------
 
 
