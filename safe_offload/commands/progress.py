@@ -30,7 +30,7 @@ class Progress:
         what: is going on; `begin` alone changes it.
         count, size_bytes: how much is done; `begin` and `advance` alone change them.
         is_shown: there is a terminal; `close` alone changes it.
-        note: said too; whoever uses it may change it.
+        note: said too; `remark` alone changes it.
     """
 
     def __init__(
@@ -64,6 +64,10 @@ class Progress:
             self._next_s = now_s + INTERVAL_S
             self._stream.write(_ERASE + self._line(now_s - self._begun_s))
             self._stream.flush()
+
+    def remark(self, note: str) -> None:
+        """Say something else too, from the next line on."""
+        self.note = note
 
     def close(self) -> None:
         """Take the line away; a second call does nothing."""

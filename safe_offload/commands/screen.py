@@ -32,7 +32,7 @@ class Page:
     """What a terminal shows of something that may have more lines; the last line says where it is.
 
     Attributes:
-        content: something that `rich` renders; whoever changes it has the page rendered again.
+        content: something that `rich` renders; `turn_to` changes it, then it is rendered again.
         note: said in the last line too.
         first: the first line that is shown.
     """
@@ -42,6 +42,10 @@ class Page:
         self.note = ""
         self.first = 0
         self._num_shown = self._num_lines = 1
+
+    def turn_to(self, content: Any, note: str) -> None:
+        """Show something else from the next rendering on, at the same place."""
+        self.content, self.note = content, note
 
     def press(self, keys: bytes) -> bool:
         """Scroll as keys say; return whether one of them ends it."""

@@ -578,7 +578,7 @@ def _show(console: Any, watch: Watch, interval_s: float) -> None:
         live.start(refresh=True)
         while not screen.show(live, page, keys, interval_s):
             watch.read()
-            page.content, page.note = frame(watch), "NO ANSWER" if watch.problem else ""
+            page.turn_to(frame(watch), "NO ANSWER" if watch.problem else "")
             live.refresh()
 
 

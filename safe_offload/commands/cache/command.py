@@ -80,7 +80,7 @@ def run_command(arguments: Namespace) -> int:
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
     store = places.open_store(arguments.place, config)
-    store.progress = Progress(LOOKING, stream=io.StringIO() if arguments.json else None)
+    store.show_on(Progress(LOOKING, stream=io.StringIO() if arguments.json else None))
     try:
         with store.progress:
             document, text, status = arguments.action(arguments, store, config)
@@ -228,7 +228,7 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
         size_bytes += item.size_bytes
         if problem:
             bad.append({"file": item.place, "problem": problem})
-            progress.note = f"{len(bad):,} bad"
+            progress.remark(f"{len(bad):,} bad")
             if arguments.delete:
                 store.delete([item])
     is_well = not bad or arguments.delete
@@ -286,7 +286,7 @@ def _prune(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer
     if arguments.to is None and arguments.older_than is None:
         raise CacheError("prune: nothing to go by. Fix: add --to 200GiB or --older-than 7d.")
     _require_cache(store)
-    store.is_dry = arguments.dry_run
+    store.pretend(arguments.dry_run)
     deleted, are = ("Would delete", "would be") if store.is_dry else ("Deleted", "are")
     to_bytes = None if arguments.to is None else size(1024 * TIB).read("--to", arguments.to)
     before_s = 0.0
@@ -315,7 +315,7 @@ def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
                 f"{arguments.namespace!r}. Fix: run `safe-offload cache ls {store.label}` and "
                 "write one of them."
             )
-    store.is_dry = arguments.dry_run
+    store.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
     for namespace in chosen:
         for batch in batches(store.items(namespace)):

@@ -58,14 +58,22 @@ class TierStore(ABC):
     Attributes:
         label: what it is called; no secret is in it.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
-        is_dry: nothing is deleted, to see what would be.
-        progress: of what is under way; shows nothing unless it is replaced.
+        is_dry: nothing is deleted, to see what would be; `pretend` alone changes it.
+        progress: of what is under way; shows nothing until `show_on` replaces it.
     """
 
     label: str
     use = "USED"
     is_dry = False
     progress = Progress(LOOKING, stream=io.StringIO())
+
+    def pretend(self, is_dry: bool) -> None:
+        """Delete nothing from now on, or do."""
+        self.is_dry = is_dry
+
+    def show_on(self, progress: Progress) -> None:
+        """Count there what is done."""
+        self.progress = progress
 
     def is_cache(self) -> bool:
         """Return whether something may be deleted: always where other names are not touched."""
