@@ -341,7 +341,9 @@ class Progress:
             self._file_done = int(match[1])
         elif line.startswith("Installing collected packages: "):
             self._is_unpacking = True
-            self._show(f"unpacking {line.count(',') + 1} packages, up to two minutes", is_due=True)
+            num = line.count(",") + 1
+            if num > 1:
+                self._show(f"unpacking {num} packages, up to two minutes", is_due=True)
         done_mb = (self._done_bytes + self._file_done) / 1e6
         left = ""
         if 5 < done_mb < self._total_mb:
