@@ -33,7 +33,7 @@ from safe_offload.tiers.base import Name
 from safe_offload.tiers.naming import namespace, namespace_folder
 from safe_offload.tiers.seal import open_seal
 
-MODEL: Final = "safe-offload bench tier"
+MODEL: Final = "bench tier of safe-offload"
 """What `safe-offload cache ls` shows in the place of a model."""
 FOLDER: Final = "safe-offload-bench"
 TTL_S: Final = 3600.0
