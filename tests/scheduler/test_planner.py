@@ -237,6 +237,24 @@ def test_a_preempted_request_comes_back_from_the_host(make_rig):
     rig.check_idle()
 
 
+def test_blocks_that_found_no_slot_and_lose_their_hashes_are_not_stored_later(make_rig):
+    rig = make_rig(num_blocks=40, num_slots=100)
+    rig.start()
+    everything = rig.planner.leases.grant(LeaseKind.STORE, 100)
+    rig.add("a", rig.prompt(41, 1), max_tokens=30)
+    for _ in range(3):
+        rig.step()
+    table = rig.planner.gpu.tables_of(0)[0]["a"]
+    rig.planner.stores.lose_hashes({block.block_id for block in table[:4]})
+    (left,) = rig.planner.stores.left_over.values()
+    assert [block for blocks in left for block in blocks.blocks] == table[4:10]
+    rig.planner.stores.lose_hashes({block.block_id for block in table})
+    assert not rig.planner.stores.left_over
+    everything.release()
+    rig.drain()
+    rig.check_idle()
+
+
 def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig):
     rig = make_rig(num_blocks=40, num_slots=100)
     rig.start()
@@ -245,7 +263,7 @@ def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig):
     rig.add("a", a, max_tokens=30)
     for _ in range(3):
         rig.step()
-    leftover = rig.planner.policy.progress[rig.planner.book.get("a")].leftover
+    (leftover,) = rig.planner.stores.left_over.values()
     assert sum(len(sources.blocks) for sources in leftover) == 10, "no slot was free for them"
     everything.release()
     rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts

@@ -10,6 +10,7 @@ import pytest
 from safe_offload.worker.copies.base import Direction
 from tests.counts import num_failed
 from tests.scheduler.rig import Rig
+from tests.simulator.checkers import Checkers
 from tests.simulator.groups import BLOCK_TOKENS
 
 SHAPES: list[dict[str, Any]] = [
@@ -176,3 +177,30 @@ def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig):
         rig.step()
         assert all(block.block_hash is None for table in tables for block in table)
     rig.finish()
+
+
+@pytest.mark.parametrize("groups", [("full",), ("full", "full@16")], ids=str)
+def test_what_is_computed_in_the_same_step_from_a_block_of_before_a_reset_is_not_kept(
+    make_rig, groups
+):
+    """Nor in later steps, when there is room for what the step could not store."""
+    settings = {"max_inflight_bytes": 4096}
+    rig = make_rig(
+        groups=groups, num_blocks=90, num_slots=300, max_batched_tokens=64, extra=settings
+    )
+    checkers = Checkers(rig)
+    rig.add("fills the step", rig.prompt(61, 1), max_tokens=20)
+    begun = rig.add("has begun", rig.prompt(35, 2), max_tokens=20)
+    rig.step()
+    assert begun.num_computed_tokens == 3, "of a block that it has not filled"
+    rig.planner.reset_cache()
+    rig.add("finds it", [*rig.prompt(35, 2)[:32], *rig.prompt(30, 3)], max_tokens=20)
+    rig.step()
+    assert len(rig.planner.outdated) == 3
+    assert all(block.block_hash is None for block in rig.pool.blocks)
+    while rig.scheduler.requests:
+        rig.step()
+        checkers.after_step()
+    rig.drain()
+    assert rig.planner.hits.directory.kept() == {}
+    rig.check_idle()

@@ -41,6 +41,7 @@ FLOORS = {
     "all-faults": Floor(stored=0.68, loaded=0.60, hit=0.14),
     "shared-stalls": Floor(stored=1.57, loaded=0.75, hit=0.39),
     "shared-sparse": Floor(stored=1.42, loaded=0.73, hit=0.14),
+    "resets": Floor(stored=0.18, loaded=0.75, hit=0.14),
     "mamba-drafts": Floor(stored=1.0, loaded=0.75, hit=0.2),
     "mamba-large-lazy": Floor(stored=0.48, loaded=0.75, hit=0.39),
     "overdue": Floor(stored=0.82, loaded=0.60, hit=0.41),

@@ -49,6 +49,7 @@ class Workload:
         output_tokens: most tokens that one asks for.
         num_aborts: most clients that go.
         num_resets: most resets.
+        num_model_loads: most loads of weights that only the model is told of.
         num_reused_ids: most request ids that are used again.
         num_salts: cache salts; 1 for none.
         has_wishes: clients ask for pins, give hints, and for nothing to be left.
@@ -64,6 +65,7 @@ class Workload:
     output_tokens: int = 24
     num_aborts: int = 10
     num_resets: int = 3
+    num_model_loads: int = 0
     num_reused_ids: int = 4
     num_salts: int = 1
     has_wishes: bool = False
@@ -258,6 +260,27 @@ PROFILES: dict[str, Profile] = {
         _TOGETHER,
         copy_ticks_max=40,
         faults={CopyFault.STALL: 20, CopyFault.FAIL: 4},
+    ),
+    "resets": Profile(
+        "resets under prompts that have begun and share a prefix; stores wait for room",
+        EngineShape(
+            num_blocks=100,
+            num_slots=90,
+            max_seqs=12,
+            max_batched_tokens=64,
+            extra={"max_inflight_bytes": 4096},
+        ),
+        Workload(
+            num_requests=40,
+            num_steps=30,
+            num_stems=1,
+            num_tails=40,
+            stem_tokens=24,
+            tail_tokens=60,
+            output_tokens=4,
+            num_aborts=4,
+            num_resets=12,
+        ),
     ),
     "mamba-drafts": Profile(
         "Mamba states with MTP drafts on a GPU; of states there is what vLLM keeps by default",

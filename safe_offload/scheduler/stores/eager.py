@@ -51,18 +51,16 @@ class EagerProgress:
     Attributes:
         cursors: for each group, leading blocks of the block table that need no more storing.
         cursors_before: those of the block table that the last preemption took away.
-        leftover: blocks that could not be stored for want of slots, as they were last seen.
     """
 
     cursors: list[int]
     cursors_before: list[int]
-    leftover: list[BlockSet]
 
 
 class EagerStores(StorePolicy):
     """A policy that stores what requests have computed. See `StorePolicy`.
 
-    Its own state: the progress of each request, and which requests have something left over.
+    Its own state: the progress of each request.
     """
 
     def __init__(
@@ -87,9 +85,8 @@ class EagerStores(StorePolicy):
         ]
         begin = [0] * len(self._block_sizes)
         self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
-            lambda: EagerProgress([*begin], begin, [])
+            lambda: EagerProgress([*begin], begin)
         )
-        self._short_of_slots: set[RequestState] = set()
         self._counters = counters
         self._may_refuse = may_refuse
 
@@ -130,7 +127,6 @@ class EagerStores(StorePolicy):
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         super().end(state)
-        self._short_of_slots.discard(state)
         self.progress.pop(state, None)
 
     # ---- a step is planned ---------------------------------------------------------------------
@@ -143,7 +139,7 @@ class EagerStores(StorePolicy):
         """
         for state in states:
             progress = self.progress[state]
-            rescued, progress.leftover = progress.leftover, []
+            rescued = self._stores.take_left_over(state)
             for snapshot in self._snapshots.pop(state, ()):
                 first = progress.cursors_before[snapshot.group_idx]
                 rescued += self._camera.unsaved(state, snapshot, first, given_out)
@@ -161,13 +157,15 @@ class EagerStores(StorePolicy):
             self._look_at(due)
         if self._geometry.has_states:
             self._store_boundary_states(output, book)
-        if self._short_of_slots:
-            self._drop_given_away()
+        if self._stores.left_over:
+            # A window slides on even when its request is not scheduled, for want of blocks. What
+            # this step writes can be stored no more.
+            self._stores.keep_left_over(BlockSet.intact)
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
         """Store what requests have computed once the forward of this step has run."""
         decoding, snapshots = self.schedule.decoding, self._snapshots
-        by_state, loaded = self.progress, self._stores.loaded
+        left_over, loaded = self._stores.left_over, self._stores.loaded
         plain = []
         for state in states:
             taken = snapshots.get(state)
@@ -176,7 +174,7 @@ class EagerStores(StorePolicy):
                     del snapshots[state]
             elif not (taken and taken[0].is_current(state.request)):
                 snapshots[state] = self._camera.take(state, is_decoding=True)
-            if by_state[state].leftover or state in loaded:
+            if state in left_over or state in loaded:
                 self._store_computed([state], is_intact=True)
             else:
                 plain.append(state)
@@ -206,18 +204,6 @@ class EagerStores(StorePolicy):
             for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, tables):
                 self._stores.add(missing, state, is_intact=False)
 
-    def _drop_given_away(self) -> None:
-        """Forget of what found no slot what this step writes: it can be stored no more.
-
-        A window slides on even when its request is not scheduled, for want of blocks.
-        """
-        for state in list(self._short_of_slots):
-            progress = self.progress[state]
-            intact = [blocks.intact() for blocks in progress.leftover]
-            progress.leftover = [blocks for blocks in intact if blocks.blocks]
-            if not progress.leftover:
-                self._short_of_slots.discard(state)
-
     # ---- what requests have computed -----------------------------------------------------------
 
     def _store_computed(self, states: Sequence[RequestState], *, is_intact: bool) -> None:
@@ -227,12 +213,12 @@ class EagerStores(StorePolicy):
         of slots or because two requests have computed the same, goes request by request.
         """
         found, present = self._scan(states)
-        by_state, loaded = self.progress, self._stores.loaded
+        left_over, loaded = self._stores.left_over, self._stores.loaded
         has_leftover = False
         for state in states:
             if state in present or state in loaded:
                 self._stores.extend_prefix(state, present.get(state, []))
-            if by_state[state].leftover:
+            if state in left_over:
                 self._store_leftover(state, is_intact=is_intact)
                 has_leftover = True
         for blocks, owners in found:
@@ -251,10 +237,7 @@ class EagerStores(StorePolicy):
 
     def _store_leftover(self, state: RequestState, *, is_intact: bool) -> None:
         """Store what a request found no slots for before."""
-        progress = self.progress[state]
-        leftover, progress.leftover = progress.leftover, []
-        self._short_of_slots.discard(state)
-        for blocks in leftover:
+        for blocks in self._stores.take_left_over(state):
             self._add(state, self._stores.missing(blocks.intact()), is_intact=is_intact)
 
     def _add(self, state: RequestState, blocks: BlockSet, *, is_intact: bool) -> None:
@@ -264,9 +247,7 @@ class EagerStores(StorePolicy):
 
     def _put_off(self, state: RequestState, blocks: BlockSet, num_stored: int) -> None:
         """Try blocks of a request that found no slot again while it runs."""
-        left = blocks.part(range(num_stored, len(blocks.blocks)))
-        self.progress[state].leftover.append(left)
-        self._short_of_slots.add(state)
+        self._stores.put_off(state, blocks.part(range(num_stored, len(blocks.blocks))))
 
     def _scan(
         self, states: Sequence[RequestState]
@@ -377,9 +358,6 @@ class EagerStores(StorePolicy):
         for state in states:
             if state.phase is Phase.RUNNING:
                 self._pass_over(state)
-        for state in self._short_of_slots:
-            self.progress[state].leftover = []
-        self._short_of_slots.clear()
 
     def _pass_over(self, state: RequestState) -> None:
         """Move the cursors to the end of what is hashed, whatever it holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,31 +85,65 @@ class Outdated:
         """Take the hashes from what vLLM has hashed of these requests since the last plan.
 
         Returns:
-            The requests. Those that were preempted since are of no concern after this.
+            The requests, with those that were found on the way. Those that were preempted since are
+            of no concern after this.
         """
         states = list(self.tables)
-        block_ids: set[int] = set()
+        taken: set[int] = set()
         is_shared = False
         for state in states:
-            tables = self.tables[state]
-            for table in tables:
-                for block, num_owners in self._hashed_since(table, state):
-                    block_ids.add(block.block_id)
-                    is_shared |= block.ref_cnt > num_owners
-                table.num_seen = self._num_hashed(table, state.request)
-                table.watched = table.home.table[table.num_seen :]
-            if not any(table.home.stands() for table in tables):
-                del self.tables[state]
-        self.taken_ids = block_ids
+            is_shared |= self._take(state, taken)
+        if is_shared:
+            states += self._found_by_others(book, taken)
+        for state in states:
+            if not self._stands(state):
+                self.tables.pop(state, None)
+        self.taken_ids = taken
         if self._has_states:
             self._gpu.forget_hashes()
-        elif block_ids:
-            self._gpu.forget_hashes(block_ids)
-        if is_shared:  # who was scheduled later in this step may have found such a block
-            for state in book:
-                if not state.finished and state not in self.tables and self._has(state, block_ids):
-                    self._add(state)
+        elif taken:
+            self._gpu.forget_hashes(taken)
         return states
+
+    def _take(self, state: RequestState, taken: set[int]) -> bool:
+        """Add the blocks whose hashes are to go; return whether others may have found one."""
+        is_shared = False
+        for table in self.tables[state]:
+            for block, num_owners in self._hashed_since(table, state):
+                taken.add(block.block_id)
+                is_shared |= block.ref_cnt > num_owners
+            table.num_seen = self._num_hashed(table, state.request)
+            table.watched = table.home.table[table.num_seen :]
+        return is_shared
+
+    def _found_by_others(self, book: Iterable[RequestState], taken: set[int]) -> list[RequestState]:
+        """Add who was scheduled later in this step and has found such a block.
+
+        What it computes in this step others may have found in the same step, and so on. A Mamba
+        state, or what is copied for a hit inside a block, is found from the next step on only.
+        Source: vLLM 0.32.0, MambaManager.cached_blocks_this_step.
+        """
+        owners: defaultdict[int, list[RequestState]] = defaultdict(list)
+        for state in book:
+            if not (state.finished or self._stands(state)):
+                for block_id in self._gpu.block_ids_of(state.request.request_id):
+                    owners[block_id].append(state)
+        found = []
+        reached = list(taken)
+        while reached:
+            for state in owners.pop(reached.pop(), ()):
+                if not self._stands(state):
+                    self._add(state)
+                    found.append(state)
+                    of_state: set[int] = set()
+                    self._take(state, of_state)
+                    reached += of_state - taken
+                    taken |= of_state
+        return found
+
+    def _stands(self, state: RequestState) -> bool:
+        """Whether a request is known, and still has a table that it had then."""
+        return any(table.home.stands() for table in self.tables.get(state, ()))
 
     def _hashed_since(
         self, table: _Table, state: RequestState
@@ -150,14 +185,6 @@ class Outdated:
         prompt_end = int(request.num_prompt_tokens) - 1
         num_before = prompt_end // self._gpu.block_tokens(table.group_idx)
         return min(nums_hashed.get(table.home.request_id, 0), num_before)
-
-    def _has(self, state: RequestState, block_ids: set[int]) -> bool:
-        """Whether a request has one of these blocks."""
-        for group_idx in range(self._gpu.num_groups):
-            table = self._gpu.tables_of(group_idx)[0].get(state.request.request_id, ())
-            if any(block.block_id in block_ids for block in table):
-                return True
-        return False
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""

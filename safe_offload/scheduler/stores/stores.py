@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class Stores:
-    """All stores that are found, planned or in flight, and the prefixes that they extend.
+    """All that may still be stored, stores in flight, and the prefixes that they extend.
 
     Its state, which nothing else changes: the parts that no plan names yet, the stores, those in
     flight that need no fence yet, how many blocks all of them have, and for each request the leases
-    on its prefix and on what it has loaded, and its number of parts that have not settled.
+    on its prefix and on what it has loaded, its number of parts that have not settled, and what of
+    it found no slots. So a reset, or what takes hashes away, reaches all of it here.
 
     Args:
         num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
@@ -66,6 +67,8 @@ class Stores:
         self._num_parts: dict[RequestState, int] = {}
         self.loaded: dict[RequestState, Lease] = {}
         """What requests have loaded, until it becomes part of their prefix. Read only outside."""
+        self.left_over: dict[RequestState, list[BlockSet]] = {}
+        """Blocks that found no slots, as they were last seen. Read only outside."""
 
     def __repr__(self) -> str:
         return f"Stores({self.ledger!r}, {self.num_blocks} blocks)"
@@ -115,6 +118,23 @@ class Stores:
             return False
         self._begin(Part(blocks, lease, owners), is_intact=is_intact)
         return True
+
+    def put_off(self, state: RequestState, blocks: BlockSet) -> None:
+        """Blocks of a request found no slots: keep them for the next time that it is looked at."""
+        self.left_over.setdefault(state, []).append(blocks)
+
+    def take_left_over(self, state: RequestState) -> list[BlockSet]:
+        """Return what was put off of a request, which is not kept any longer."""
+        return self.left_over.pop(state, [])
+
+    def keep_left_over(self, kept: Callable[[BlockSet], BlockSet]) -> None:
+        """Keep only a part of what was put off, of each set of blocks what `kept` returns."""
+        for state, left in list(self.left_over.items()):
+            parts = [part for blocks in left if (part := kept(blocks)).blocks]
+            if parts:
+                self.left_over[state] = parts
+            else:
+                del self.left_over[state]
 
     def rescue(self, blocks: BlockSet) -> None:
         """Store what a request had computed that was preempted in this step, as far as it goes."""
@@ -173,6 +193,7 @@ class Stores:
 
     def end(self, state: RequestState) -> None:
         """A request has ended: release its prefix, unless it is still being extended."""
+        self.left_over.pop(state, None)
         if state not in self._num_parts:
             self._release_whole(state)
 
@@ -301,6 +322,9 @@ class Stores:
 
     def lose_hashes(self, block_ids: Collection[int]) -> None:
         """Blocks have lost their hashes, as what is in them may be wrong: publish none of them."""
+        self.keep_left_over(
+            lambda left: left.keep([block.block_id not in block_ids for block in left.blocks])
+        )
         for store in list(self._unfenced.values()):
             if store.reads(block_ids):
                 for part in store.parts:
@@ -315,6 +339,7 @@ class Stores:
 
     def forget_unplanned(self) -> None:
         """Store nothing of what no plan names yet."""
+        self.left_over.clear()
         for part in (*self._exposed, *self._intact):
             self._forget(part)
         self._exposed, self._intact = [], []
@@ -339,6 +364,7 @@ class Stores:
         self.loaded.clear()
         self._prefixes.clear()
         self._num_parts.clear()
+        self.left_over.clear()
         self._exposed, self._intact = [], []
 
     @property

@@ -21,7 +21,9 @@ ENGINES_MAX = 2
 class ContentChecker:
     """Compares every slot with its key when it can be found first, and with a hit's prefix.
 
-    What was stored, or was being stored, when the cache was reset must never be found again.
+    What was stored, or was being stored, when the cache was reset must never be found again, nor
+    what is computed later from blocks of then: of which time a block is depends on what it was
+    computed from.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -36,10 +38,10 @@ class ContentChecker:
         self._stale: dict[int, int] = {}
         """Slots of before the last reset that have not been stored anew, and their epochs."""
         self._old_blocks: set[int] = set()
-        """GPU blocks that hold what was computed before it, and were not given out since; and all
-        that a request has which had some then."""
+        """GPU blocks that hold what was computed before it, and were not given out since; and what
+        was computed from them, as all that a request has which has read one."""
         self._old_tables: list[tuple[Any, str, Any]] = []
-        """Block tables of before it: those of a group, the id of the request, its own."""
+        """Block tables of requests that have read such: those of a group, the id, its own."""
         self._flipped: set[int] = set()
         """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
         and no store may use them once the scheduler side has been told."""
@@ -116,10 +118,36 @@ class ContentChecker:
             self._freshen(fetch.slot_ids)
         self._see_stores(plan.stores_before_forward)
         self._old_blocks -= self._written(scheduler_output)
-        self._old_tables = [kept for kept in self._old_tables if kept[0].get(kept[1]) is kept[2]]
-        self._old_blocks.update(b.block_id for *_, table in self._old_tables for b in table)
+        self._find_old(getattr(scheduler_output, "kv_cache_block_copies", None) or ())
         self._see_stores(plan.stores_after_forward)
         return plan
+
+    def _find_old(self, copies: Iterable[Any]) -> None:
+        """What is computed in a step from old blocks is old, and so is what is copied from one."""
+        old = self._old_blocks
+        self._old_tables = [kept for kept in self._old_tables if kept[0].get(kept[1]) is kept[2]]
+        old.update(b.block_id for *_, table in self._old_tables for b in table if not b.is_null)
+        num_before = -1
+        while len(old) > num_before:  # one may read in the same step what another computes
+            num_before = len(old)
+            old.update(copy.dst_block_id for copy in copies if copy.src_block_id in old)
+            for request_id, tables in self._tables_by_request().items():
+                if any(block.block_id in old for _, table in tables for block in table):
+                    self._add_old(request_id, tables)
+
+    def _tables_by_request(self) -> dict[str, list[tuple[Any, Any]]]:
+        """The block tables of each request, with those of their groups."""
+        found: dict[str, list[tuple[Any, Any]]] = {}
+        for group in self._core.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for request_id, table in group.req_to_blocks.items():
+                if table:
+                    found.setdefault(request_id, []).append((group.req_to_blocks, table))
+        return found
+
+    def _add_old(self, request_id: str, tables: Iterable[tuple[Any, Any]]) -> None:
+        for of_group, table in tables:
+            self._old_tables.append((of_group, request_id, table))
+            self._old_blocks.update(block.block_id for block in table if not block.is_null)
 
     def _see_new_blocks(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
         blocks = original(count)
@@ -154,16 +182,17 @@ class ContentChecker:
             self._stale.pop(slot, None)
 
     def _see_reset(self, original: Callable[[], bool]) -> bool:
+        self.turn_old()
+        return original()
+
+    def turn_old(self) -> None:
+        """The weights may be others from now on."""
         self._last_epoch = self._epoch
         self._epoch = self._epoch + ENGINES_MAX if self._epoch else ENGINES_MAX + self._core.engine
         for slot in range(self._core.shape.num_slots):
             self._stale.setdefault(slot, self._last_epoch)
-        manager = self._core.scheduler.kv_cache_manager
-        self._old_blocks.update(block.block_id for block in manager.block_pool.blocks)
-        for group in manager.coordinator.single_type_managers:
-            tables = group.req_to_blocks
-            self._old_tables += [(tables, name, table) for name, table in tables.items() if table]
-        return original()
+        self._old_blocks.update(b.block_id for b in self._core.pool.blocks if not b.is_null)
+        self._find_old(())
 
     def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:
         self._matching = request
