@@ -117,6 +117,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_watched = self._config.verify_invariants
         self._clock = monotonic
         self.adapters = Adapters()
+        self.model_loads = MODEL_LOADS
         self._num_model_loads = MODEL_LOADS.count
         self._events: KvEvents | NoEvents = NO_EVENTS
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
@@ -246,8 +247,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def on_new_request(self, request: Request) -> None:
         adapter = request.lora_request
-        if self._num_model_loads != MODEL_LOADS.count:
-            self.weights_changed("the model was told to load weights")
+        if self._num_model_loads != self.model_loads.count:
+            self._model_has_loaded()
         elif adapter is not None and self.adapters.is_other(adapter, request.request_id):
             self.weights_changed("a LoRA adapter is loaded in place")
         self.scheduler.on_new_request(request)
@@ -257,6 +258,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1; None while another loads the same, or a tier may have more."""
+        if self._num_model_loads != self.model_loads.count:
+            return 0, False  # vLLM has begun to schedule: the reset comes with the plan
         num_tokens = self.scheduler.get_num_new_matched_tokens(
             request, num_computed_tokens, self._clock()
         )
@@ -293,6 +296,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.announce_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._num_model_loads != self.model_loads.count:
+            self._model_has_loaded()
         try:
             plan = self.scheduler.build_connector_meta(scheduler_output, self._clock())
             if self._config.verify_invariants:
@@ -308,6 +313,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.plan_nothing()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._num_model_loads != self.model_loads.count:
+            self._model_has_loaded()  # before anything is published
         try:
             self.scheduler.update_connector_output(connector_output)
             if self._is_watched:
@@ -349,8 +356,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def weights_changed(self, cause: str) -> None:
         """The weights of the running engine may be others (see `live_weights`)."""
-        self._num_model_loads = MODEL_LOADS.count
+        self._num_model_loads = self.model_loads.count
         self.scheduler.reset_cache(cause)
+
+    def _model_has_loaded(self) -> None:
+        self.weights_changed("the model was told to load weights")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._take_events() if self._events.is_pending else ()

@@ -3,8 +3,8 @@
 Each of vLLM's ways to change them is a call of EngineCore between two steps, in the process of its
 scheduler and in its one thread. So the calls are wrapped there, in engines of this connector only,
 and the caches are reset before anything else is scheduled. docs/guides/resets.md lists them. A
-trainer in the process of the engine may load into the model itself: that is noticed by the next
-request.
+trainer in the process of the engine may load into the model itself: such loads are counted, and the
+connector compares their number before it plans a step and before it publishes what one has stored.
 
 Source: vLLM 0.31 to 0.33, v1/engine/core.py; their v1/worker/gpu_worker.py for the methods.
 """
@@ -78,7 +78,11 @@ def _state_of(path: str) -> tuple[object, ...]:
 
 
 class ModelLoads:
-    """Counts how often weights were loaded into a model of this process; there is one of it."""
+    """Counts when weights are loaded into a model of this process; there is one of it.
+
+    Attributes:
+        count: beginnings and ends: another thread may step the engine meanwhile.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -95,7 +99,10 @@ class ModelLoads:
 
     def _counted(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.count = next(self._numbers)
-        return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.count = next(self._numbers)
 
 
 MODEL_LOADS: Final = ModelLoads()

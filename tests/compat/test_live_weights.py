@@ -10,7 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from safe_offload.compat.live_weights import Adapters, watch
+from safe_offload.compat.live_weights import Adapters, ModelLoads, watch
 
 CALLS = ("collective_rpc", "add_lora", "remove_lora", "sleep")
 
@@ -122,6 +122,24 @@ def test_an_adapter_may_be_another_when_it_is_loaded_again(tmp_path):
     assert not connector.adapters.is_other(adapter(tmp_path, "c"), "1")
     core.add_lora(adapter(tmp_path, "c"))
     assert len(connector.causes) == 2, "requests have used it"
+
+
+def test_a_load_into_a_model_counts_when_it_begins_and_when_it_ends_well_or_not(monkeypatch):
+    """Another thread may have the engine step meanwhile."""
+    loads, seen = ModelLoads(), []
+
+    class Model:
+        def load_weights(self, weights: Any) -> int:
+            seen.append(loads.count)
+            return 1 // weights
+
+    known = {1: (Model, "Model")}
+    monkeypatch.setattr("vllm.model_executor.model_loader.utils._MODEL_ARCH_BY_HASH", known)
+    loads.watch()
+    assert Model().load_weights(1) == 1
+    with pytest.raises(ZeroDivisionError):
+        Model().load_weights(0)
+    assert (seen, loads.count) == ([1, 3], 4)
 
 
 def test_a_request_in_place_finds_a_change_that_keeps_size_and_mtime(tmp_path):

@@ -204,3 +204,38 @@ def test_what_is_computed_in_the_same_step_from_a_block_of_before_a_reset_is_not
     rig.drain()
     assert rig.planner.hits.directory.kept() == {}
     rig.check_idle()
+
+
+def load_weights(rig: Rig, checkers: Checkers) -> None:
+    """Tell only the model, as a trainer does that runs in the process of the engine."""
+    rig.connector.model_loads.count += 1
+    checkers.contents.turn_old()
+
+
+@with_shapes
+@pytest.mark.parametrize("is_late", [False, True], ids=["between steps", "in a step"])
+def test_weights_that_only_the_model_is_told_of_are_noticed_while_a_request_runs(
+    make_rig, shape, is_late
+):
+    rig = make_rig(**shape)
+    checkers = Checkers(rig)
+    old = rig.prompt(41, 1)
+    rig.run_alone("old", old)
+    run_to(rig, "runs on", rig.prompt(21, 2), 2, of=60)
+    rig.add("waits", old)
+    rig.counts.clear()
+    if is_late:
+        rig.before_update.append(lambda _: load_weights(rig, checkers))
+        rig.step_until(lambda: rig.connector.model_loads.count > 0)
+        rig.before_update.pop()
+    else:
+        load_weights(rig, checkers)
+        rig.step()
+        assert rig.counts["hit_tokens"] == 0
+    assert rig.counts["resets"] == 1
+    assert rig.planner.hits.directory.kept() == {}
+    while rig.scheduler.requests:
+        rig.step()
+        checkers.after_step()
+    rig.finish(**{"runs on": 60, "waits": 4})
+    assert rig.planner.hits.directory.kept() == {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from tests.simulator.checkers.ledger import Ledger, writes_of
-from tests.simulator.checkers.taps import tap
+from tests.simulator.checkers.taps import RESETS, tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.tiers import StoredObject
 
@@ -95,7 +95,8 @@ class Earnings:
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
         tap(core.connector, "update_state_after_alloc", self._see_allocation)
         tap(core.connector, "request_finished_all_groups", self._see_finish)
-        tap(core.connector, "reset_cache", self._see_reset)
+        for name in RESETS:
+            tap(core.connector, name, self._see_reset)
 
     def _see_match(self, original: Callable[..., Any], request: Any, num_computed: int) -> Any:
         self._on_gpu[request.request_id] = num_computed
@@ -120,10 +121,10 @@ class Earnings:
         num_whole: int = (request.num_tokens - 1) // self._hash_tokens
         return min(count, num_whole) * self._hash_tokens
 
-    def _see_reset(self, original: Callable[[], bool]) -> bool:
+    def _see_reset(self, original: Callable[..., Any], *args: Any) -> Any:
         self._computed.clear()
         self._num_known.clear()
-        return original()
+        return original(*args)
 
     def _see_plan(self, plan: StepPlan) -> None:
         for load in plan.loads:

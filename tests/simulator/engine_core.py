@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 from safe_offload.compat.engine_config import ranks_per_copy
+from safe_offload.compat.live_weights import ModelLoads
 from safe_offload.config.options import OffloadConfig
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.worker.memory.shared_memory import Share
@@ -81,6 +82,7 @@ class EngineCore(Stepper):
             patch("safe_offload.config.tenants.TenantsFile.start"),  # it is looked at by hand
         ):
             super().__init__(shape)
+        self.connector.model_loads = ModelLoads()  # else that of all engines of the process
         self.chance = Chance(seed)
         self.findings = Findings()
         self.mutate_outputs: list[MutateOutputs] = []

@@ -111,6 +111,18 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Weights are loaded into the model, which nothing but the number of such loads tells."""
+
+    name: str
+    step: int
+    is_late: bool  # while that step is computed
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'in' if self.is_late else 'before'} step {self.step} load weights"
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """Something goes wrong."""
 
@@ -130,4 +142,4 @@ class Fault:
         )
 
 
-Event = Send | Abort | Reset | Fault
+Event = Send | Abort | Reset | ModelLoad | Fault

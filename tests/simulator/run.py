@@ -16,9 +16,10 @@ from tests.simulator.chance import Chance
 from tests.simulator.checkers import Checkers
 from tests.simulator.earnings import Earned, Earnings
 from tests.simulator.engine_core import EngineCore
-from tests.simulator.events import Abort, Event, Fault, Reset, Send
+from tests.simulator.events import Abort, Event, Fault, ModelLoad, Reset, Send
 from tests.simulator.faults import Faults
 from tests.simulator.findings import Finding
+from tests.simulator.model_runner import Batch
 from tests.simulator.moments import Moments
 from tests.simulator.node import Killed, Node
 from tests.simulator.profiles import Profile
@@ -104,6 +105,8 @@ class Run:
         self.trace = Trace(self.core, place.lines, place.label)
         self._sends = [event for event in events if isinstance(event, Send)]
         self._resets = [event for event in events if isinstance(event, Reset)]
+        self._model_loads = [event for event in events if isinstance(event, ModelLoad)]
+        self.core.before_update.append(self._load_while_computing)
         self._moments = Moments(
             self.core, self.checkers, [event for event in events if isinstance(event, Abort)]
         )
@@ -122,6 +125,7 @@ class Run:
         now = self._now
         rest: list[Event] = [replace(each, step=max(0, each.step - now)) for each in self._sends]
         rest += [replace(each, step=max(0, each.step - now)) for each in self._resets]
+        rest += [replace(each, step=max(0, each.step - now)) for each in self._model_loads]
         faults = self._faults.rest()
         return rest + [replace(each, number=max(0, each.number - now)) for each in faults]
 
@@ -149,6 +153,7 @@ class Run:
             self._now += 1
             self._send_due()
             self._reset_due()
+            self._load_due(is_computing=False)
             self._settle()
             self._faults.before_step(self._now)
             self._abort(self._moments.before_schedule())
@@ -225,6 +230,18 @@ class Run:
                 if "waiting for remote KV transfer" not in str(error):
                     raise
                 self.trace.note("  refused by vLLM", "refused", reset.name)
+
+    def _load_while_computing(self, _: Batch) -> None:
+        self._load_due(is_computing=True)
+
+    def _load_due(self, *, is_computing: bool) -> None:
+        """Load weights of which the connector learns only that their number has grown."""
+        for load in [load for load in self._model_loads if load.step < self._now]:
+            if load.is_late == is_computing:
+                self._model_loads.remove(load)
+                self.trace.note(str(load), "load weights", load.name)
+                self.core.connector.model_loads.count += 1
+                self.checkers.contents.turn_old()
 
     def _settle(self) -> None:
         """After the last request: faults and clients that go end, and what is left has a bound."""

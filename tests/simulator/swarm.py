@@ -205,6 +205,7 @@ class _Draw:
             output_tokens=self._one_of((1, 8, 24, 40, 60), "output tokens"),
             num_aborts=between(1, 48, "aborts") if self._is_on("aborts") else 0,
             num_resets=between(1, 12, "resets") if self._is_on("resets") else 0,
+            num_model_loads=between(1, 6, "model loads") if self._is_on("model loads") else 0,
             num_reused_ids=between(1, 16, "reused ids") if self._is_on("reused ids") else 0,
             num_salts=between(2, 3, "salts") if self._is_on("salts", 0.25) else 1,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.simulator.chance import Chance
 from tests.simulator.device import CopyFault
-from tests.simulator.events import Abort, Event, Fault, FaultKind, Moment, Reset, Send
+from tests.simulator.events import Abort, Event, Fault, FaultKind, ModelLoad, Moment, Reset, Send
 from tests.simulator.profiles import AnyFault, Profile
 from tests.simulator.tiers import TierFault
 from tests.simulator.words import VOCABULARY
@@ -26,6 +26,7 @@ def make_events(profile: Profile, seed: int) -> list[Event]:
         *requests,
         *_make_aborts(profile, chance, requests),
         *_make_resets(profile, chance),
+        *_make_model_loads(profile, chance),
         *_make_faults(profile, chance),
     ]
 
@@ -130,6 +131,17 @@ def _make_resets(profile: Profile, chance: Chance) -> list[Event]:
             running=chance.happens(0.3, "reset running", index),
         )
         for index in range(chance.between(0, profile.workload.num_resets, "resets"))
+    ]
+
+
+def _make_model_loads(profile: Profile, chance: Chance) -> list[Event]:
+    return [
+        ModelLoad(
+            f"w{index}",
+            chance.below(profile.workload.num_steps, "model load", index),
+            is_late=chance.happens(0.5, "late model load", index),
+        )
+        for index in range(chance.between(0, profile.workload.num_model_loads, "model loads"))
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.loads.hits import Hit
 from tests.simulator.checkers.ledger import Ledger, writes_of
-from tests.simulator.checkers.taps import tap
+from tests.simulator.checkers.taps import RESETS, tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 
@@ -33,7 +33,8 @@ class HitChecker:
         tap(connector, "get_num_new_matched_tokens", self._see_match)
         tap(connector, "update_state_after_alloc", self._see_allocation)
         tap(connector, "request_finished_all_groups", self._see_finish)
-        tap(connector, "reset_cache", self._see_reset)
+        for name in RESETS:
+            tap(connector, name, self._see_reset)
         ledger.on_plan.append(self._see_plan)
         if core.node is not None:
             core.node.watch(core, self._see_others_store)
@@ -94,9 +95,9 @@ class HitChecker:
         self.offered.pop(request.request_id, None)
         return original(request, blocks)
 
-    def _see_reset(self, original: Callable[[], bool]) -> bool:
+    def _see_reset(self, original: Callable[..., Any], *args: Any) -> Any:
         self.offered.clear()
-        return original()
+        return original(*args)
 
     def _see_plan(self, plan: StepPlan) -> None:
         self._learn_failures()

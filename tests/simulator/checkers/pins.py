@@ -8,7 +8,7 @@ from typing import Any
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
-from tests.simulator.checkers.taps import tap
+from tests.simulator.checkers.taps import RESETS, tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 
@@ -42,7 +42,8 @@ class PinChecker:
         self.num_promises = self.num_kept = 0
         tap(core.scheduler, "add_request", self._see_request)
         tap(core.connector, "request_finished_all_groups", self._see_finish)
-        tap(core.connector, "reset_cache", self._see_reset)
+        for name in RESETS:
+            tap(core.connector, name, self._see_reset)
         tap(core.connector, "build_connector_meta", self._see_planning)
         tap(self._side.hits.slots, "grant", self._see_grant)
         tap(self._side.hits.directory, "forget", self._see_forget)
@@ -116,8 +117,8 @@ class PinChecker:
     def _pin_leases(self) -> list[Any]:
         return [lease for lease in self._side.leases if lease.kind is LeaseKind.PIN]
 
-    def _see_reset(self, original: Callable[[], bool]) -> bool:
-        answer = original()
+    def _see_reset(self, original: Callable[..., Any], *args: Any) -> Any:
+        answer = original(*args)
         self._promises.clear()
         return answer
 

@@ -14,7 +14,7 @@ from typing import Any
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
-from tests.simulator.checkers.taps import tap
+from tests.simulator.checkers.taps import RESETS, tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 
@@ -64,7 +64,8 @@ class WaitChecker:
         self._landed: set[Any] = set()
         """Requests that had not run since their load, at the last reset."""
         ledger.on_plan.append(self._see_plan)
-        tap(core.connector, "reset_cache", self._see_reset)
+        for name in RESETS:
+            tap(core.connector, name, self._see_reset)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
 
     def _see_plan(self, plan: StepPlan) -> None:
