@@ -2,14 +2,16 @@
 
     python examples/prefill_decode_proxy.py --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000
 
-It shows what a router has to do, and takes servers in turn. When no prefill server answers, the
-decode server computes the prompt. When a client goes away, so do its requests.
+It shows what a router has to do, and takes servers in turn. What a client asks for in
+`kv_transfer_params` reaches both servers; where NIXL finds a prompt is added. When no prefill
+server answers, the decode server computes the prompt. When a client goes away, so do its requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -25,17 +27,35 @@ SEND_ON = {
 
 async def prefill(session: ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any] | None:
     """Let a server compute the prompt; return where a decode server finds it, if it did."""
-    one_token = {"max_tokens": 1, "stream": False, "kv_transfer_params": SEND_ON}
+    params = (body.get("kv_transfer_params") or {}) | SEND_ON
+    one_token = {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
     if "max_completion_tokens" in body:
         one_token["max_completion_tokens"] = 1
     without = {key: value for key, value in body.items() if key != "stream_options"}
     try:
         async with session.post(url, json=without | one_token) as answer:
             answer.raise_for_status()
-            found: dict[str, Any] | None = (await answer.json()).get("kv_transfer_params")
-            return found
-    except ClientError:
+            return read_object(await answer.read()).get("kv_transfer_params")
+    except (ClientError, ValueError):
         return None
+
+
+def read_object(text: bytes) -> dict[str, Any]:
+    """Read a JSON object whose `kv_transfer_params`, if it has any, is one too.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("expected a JSON object as body, found no JSON") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"expected a JSON object as body, found {type(read).__name__}")
+    if not isinstance(params := read.get("kv_transfer_params"), dict | None):
+        found = type(params).__name__
+        raise ValueError(f"expected a JSON object as kv_transfer_params, found {found}")
+    return read
 
 
 def make_app(prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> web.Application:
@@ -43,11 +63,23 @@ def make_app(prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> web.App
     prefills, decodes = itertools.cycle(prefill_urls), itertools.cycle(decode_urls)
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        try:
+            body = read_object(await request.read())
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
         session = request.app[SESSION]
-        body["kv_transfer_params"] = await prefill(session, next(prefills) + request.path, body)
-        async with session.post(next(decodes) + request.path, json=body) as decoded:
-            kind = {"Content-Type": decoded.headers["Content-Type"]}
+        params = body.get("kv_transfer_params") or {}
+        params = {key: value for key, value in params.items() if key not in SEND_ON}
+        found = await prefill(session, next(prefills) + request.path, body)
+        body["kv_transfer_params"] = params | (found or {})
+        url = next(decodes)
+        try:
+            decoding = await session.post(url + request.path, json=body)
+        except ClientError as error:
+            message = f"the decode server {url} does not answer: {error}"
+            return web.json_response({"error": {"message": message}}, status=502)
+        async with decoding as decoded:
+            kind = {"Content-Type": decoded.headers.get("Content-Type", "application/json")}
             reply = web.StreamResponse(status=decoded.status, headers=kind)
             await reply.prepare(request)
             async for piece in decoded.content.iter_any():
