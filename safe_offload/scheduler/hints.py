@@ -85,7 +85,8 @@ def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count | None, str
         return limits, None, "action_type is another"
     ttl_s = _field(_field(action, "payload"), TTL_KEY)
     if is_pin_time(ttl_s):
-        return replace(limits, pin_s=ttl_s), Count.RETAIN_HINTS, ""
+        is_longer = ttl_s > (limits.pin_s or 0)  # than the client's own, or another hint's
+        return replace(limits, pin_s=ttl_s) if is_longer else limits, Count.RETAIN_HINTS, ""
     return limits, None, f"{TTL_KEY} of {RETAIN} is of type {type(ttl_s).__name__}, or out of range"
 
 

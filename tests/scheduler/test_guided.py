@@ -268,6 +268,47 @@ def test_retain_is_a_pin(make_rig, key):
     assert rig.counts['hints{action="retain"}'] == 1
 
 
+@pytest.mark.parametrize(
+    ("pin_s", "ttls_s", "lasts_s"),
+    [
+        (600, [0.1], 600),
+        (600, [0], 600),
+        (60, [600], 600),
+        (0, [600], 600),
+        (None, [600, 0.1], 600),
+        (None, [0, 600, 0], 600),
+    ],
+)
+def test_of_what_a_client_and_hints_ask_for_the_longer_time_counts(
+    make_rig, pin_s, ttls_s, lasts_s
+):
+    rig = make(make_rig, extra=HINTED)
+    prompt = rig.prompt(33, 1)
+    hints = envelope()
+    for ttl_s in ttls_s:
+        hints["actions"] += envelope("kv.retain", ttl_s=ttl_s)["actions"]
+    ask(rig, "a", prompt, {"kv_hints": hints} | ({} if pin_s is None else {"pin_s": pin_s}))
+    rig.run_alone("b", rig.prompt(9, 2))
+    rig.clock.advance(lasts_s - 10)
+    rig.run_alone("c", rig.prompt(9, 2))
+    assert gauge(rig, "pins") == 1
+    rig.clock.advance(11)
+    rig.run_alone("d", rig.prompt(9, 2))
+    assert gauge(rig, "pins") == 0
+    assert rig.counts['hints{action="retain"}'] == len(ttls_s)
+    rig.check_idle()
+
+
+def test_a_hint_releases_nothing_that_a_client_has_pinned(make_rig):
+    rig = make(make_rig, extra=HINTED)
+    prompt = rig.prompt(33, 1)
+    ask(rig, "a", prompt, PIN)
+    ask(rig, "b", prompt, {"kv_hints": envelope("kv.retain", ttl_s=0)})
+    assert gauge(rig, "pins") == 1
+    ask(rig, "c", prompt, {"pin_s": 0, "kv_hints": envelope("kv.retain", ttl_s=0)})
+    assert gauge(rig, "pins") == 0, "its client has"
+
+
 def test_what_is_demoted_goes_first_but_for_what_is_pinned(make_rig):
     rig = make(make_rig, num_slots=40, extra=HINTED)
     old, demoted, pinned = (rig.prompt(33, seed) for seed in (1, 2, 3))

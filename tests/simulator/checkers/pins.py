@@ -86,9 +86,6 @@ class PinChecker:
         action = params.get("kv_hints", {}).get("actions", [{}])[0]
         if action.get("action_type") != "kv.retain":
             return 0, 0
-        if not action["payload"]["ttl_s"]:
-            for block_hash in [h for h in request.block_hashes if h in self._promises]:
-                del self._promises[block_hash]
         return action["payload"]["ttl_s"], len(request.block_hashes) * self._core.shape.hash_tokens
 
     def _promise(self, request: Any, pin_s: float, num_tokens: int, *, is_told: bool) -> None:
