@@ -33,6 +33,13 @@ def publishes_kv_events(vllm_config: VllmConfig) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
+def event_endpoint(vllm_config: VllmConfig) -> str | None:
+    """Return where vLLM publishes KV events, its own of the GPU's cache too."""
+    config = vllm_config.kv_events_config
+    is_published = publishes_kv_events(vllm_config) and config.publisher != "null"
+    return str(config.endpoint) if is_published else None
+
+
 def event_groups(
     kv_cache_config: KVCacheConfig, block_sizes: Sequence[int]
 ) -> tuple[EventGroup, ...]:

@@ -11,6 +11,7 @@ request may have gone when the store settles.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 Key = tuple[int, bytes]
 """A KV cache group and a hash: a `directory.Key`."""
@@ -299,6 +302,13 @@ def make_events(
     """
     if not kv_events.publishes_kv_events(vllm_config):
         return NO_EVENTS
+    if (endpoint := kv_events.event_endpoint(vllm_config)) is not None:
+        # vLLM has no hook that leaves them out: its pool of blocks has one switch for all requests.
+        logger.warning(
+            "vLLM's own KV events (medium GPU) have the tokens of all requests, also of those with "
+            '"store": "nothing". Fix: let nobody but your router reach %s.',
+            endpoint,
+        )
     sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     config = replace(kv_cache_config, num_blocks=1)
     coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)

@@ -12,7 +12,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from safe_offload.protocol import StepReport
-from safe_offload.scheduler.cache.events import NO_EVENTS, Origins
+from safe_offload.scheduler.cache.events import NO_EVENTS, Origins, make_events
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
@@ -195,6 +195,38 @@ def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig):
     assert set(hashes(batch.events, BlockRemoved)) == set(hashes(seen, BlockStored))
     # The one of vLLM's own pool of GPU blocks, ahead of ours.
     assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockRemoved]
+
+
+def test_vllms_own_events_have_the_tokens_of_what_is_to_leave_nothing(make_rig):
+    """What the pages say. If vLLM learns to leave them out: use that, and change the pages."""
+    rig = make_rig(has_events=True)
+    told: list[Any] = []
+    publish = rig.scheduler.kv_event_publisher.publish
+    rig.scheduler.kv_event_publisher.publish = lambda batch: (
+        publish(batch),
+        told.extend(batch.events),
+    )
+    secret = rig.prompt(20, 1)
+    rig.kv_transfer_params = {"store": "nothing"}
+    rig.run_alone("secret", secret, max_tokens=1)
+    stored = [event for event in told if isinstance(event, BlockStored)]
+    assert {event.medium for event in stored} == {"GPU"}
+    assert [token for event in stored for token in event.token_ids] == secret
+
+
+@pytest.mark.parametrize(("publisher", "is_told"), [("zmq", True), ("null", False)])
+def test_that_vllms_own_events_have_all_tokens_is_said_at_the_start(
+    make_rig, caplog, publisher, is_told
+):
+    scheduler = make_rig(has_events=True).scheduler
+    config = scheduler.vllm_config
+    config.kv_events_config = replace(
+        config.kv_events_config, publisher=publisher, endpoint="tcp://*:7557"
+    )
+    caplog.clear()
+    make_events(config, scheduler.kv_cache_config, is_lazy=False)
+    assert ('"store": "nothing"' in caplog.text) == is_told
+    assert ("tcp://*:7557" in caplog.text) == is_told
 
 
 def test_without_kv_events_nothing_is_made(make_rig):
