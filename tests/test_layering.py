@@ -474,6 +474,8 @@ MAY_LEAVE = {
     # Memory without a name, and a socket without a file: the kernel has both as long as a process
     # has them (test_shared_memory.py kills one). Of multiprocessing the key is read.
     "worker/memory/shared_memory.py": {"socket", "memfd_create", "multiprocessing"},
+    # The port of metrics, open as long as the process lives.
+    "observe/page_server.py": {"socket"},
     # A look whether a port is free.
     "start/checks.py": {"socket"},
     # A name for keeping a connection alive; sockets are the event loop's.

@@ -12,9 +12,10 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, core, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, core, generate_latest
 from prometheus_client.utils import floatToGoString
 
 from safe_offload.config.options import OffloadConfig
@@ -69,13 +70,22 @@ class _Metric:
     def labels(self, *values: object) -> _Series:
         return self._series.setdefault(tuple(map(str, values)), _Series(self._bounds))
 
-    def family(self) -> Any:
-        family = self._new_family()
+    def pieces(self) -> Iterator[bytes]:
+        """Make its part of a page, series by series."""
+        head = _text(self._new_family())
+        yield head
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, series in list(self._series.items()):
+            family = self._new_family()
             counts = list(zip(bounds, accumulate(list(series.counts)), strict=True))
             family.add_metric(labels, *([counts] if self._bounds else []), series.value)
-        return family
+            yield _text(family).removeprefix(head)
+
+
+def _text(family: Any) -> bytes:
+    registry: Any = SimpleNamespace(collect=lambda: [family])
+    text: bytes = generate_latest(registry)
+    return text
 
 
 class ServedStats:
@@ -84,25 +94,27 @@ class ServedStats:
     def __init__(
         self, reporter: StatsReporter, config: OffloadConfig, vllm_config: VllmConfig
     ) -> None:
+        from safe_offload.observe.page_server import PageServer  # asyncio, for those who ask
+
         index = vllm_config.parallel_config.data_parallel_index
         labels = {0: [vllm_config.model_config.served_model_name, str(index)]}
         types: Any = {kind: functools.partial(self._make, kind) for kind in FAMILIES}
         self._metrics: list[_Metric] = []
         self._prom = OffloadPromMetrics(vllm_config, types, ["model_name", "engine"], labels)
         self._reporter = reporter
-        start = functools.partial(start_http_server, registry=(registry := CollectorRegistry()))
-        registry.register(self)
-        self._server, _ = config.open_metrics(index, start)
+        self._server = config.open_metrics(
+            index, functools.partial(PageServer, make_pieces=self.pieces)
+        )
         told = 'Metrics are served at http://%s:%d/metrics ("metrics_host", "metrics_port").'
-        logger.info(told, config.metrics_host, self._server.server_port)
+        logger.info(told, config.metrics_host, self._server.port)
 
     def _make(self, kind: Any, **options: Any) -> _Metric:
         self._metrics.append(_Metric(kind, **options))
         return self._metrics[-1]
 
-    def collect(self) -> Iterator[Any]:
-        """See prometheus_client's Collector."""
-        return (metric.family() for metric in list(self._metrics))
+    def pieces(self) -> Iterator[bytes]:
+        """Make the page, series by series: see `PageServer`."""
+        return (piece for metric in list(self._metrics) for piece in metric.pieces())
 
     def take(self, side: Side) -> OffloadStats | None:
         """See `StatsReporter`."""
@@ -120,5 +132,4 @@ class ServedStats:
 
     def close(self) -> None:
         """Free the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()

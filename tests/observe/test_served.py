@@ -36,6 +36,7 @@ from safe_offload.observe.metrics import (
 from safe_offload.observe.served import ServedStats
 from safe_offload.protocol import StepReport
 from safe_offload.sides import Side
+from tests.benchmarks.scheduler_probe import HookCounter
 from tests.engine.http_server import hold_port
 from tests.simulator.vllm_setup import EngineShape, make_config
 
@@ -204,6 +205,22 @@ def test_of_several_connectors_ours_is_served(port, served):
     for nothing in (None, MultiKVConnectorStats(data={"OtherConnector": other})):
         served.of_workers(nothing)
     assert value(port, "vllm:safe_offload_load_bytes_total") == 9
+
+
+def test_pieces_of_the_page_are_small(port, served):
+    """The scheduler's thread waits for the GIL while one is made."""
+    for _ in range(3):
+        served.of_workers(EVERYTHING)
+    pieces, costs = served.pieces(), []
+    while True:
+        counter = HookCounter()
+        piece = counter.wrap("piece", lambda: next(pieces, b""))()
+        if not piece:
+            break
+        costs.append((counter.total.instructions, len(piece)))
+    assert len(costs) > 200
+    assert max(instructions for instructions, _ in costs) < 20_000, "half a millisecond"
+    assert max(num_bytes for _, num_bytes in costs) < 4096
 
 
 def test_a_scrape_and_a_hook_do_not_meet(port, served):
