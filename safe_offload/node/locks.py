@@ -69,6 +69,11 @@ class Locks:
         return False
 
 
+def is_token(number: int) -> bool:
+    """Whether `Locks.new_token` may have returned a number, as it is read from a table."""
+    return _TOKENS <= number < _END
+
+
 def _flock(kind: int, place: int, count: int = 1) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, place, count, 0)
 

@@ -106,6 +106,8 @@ def open_rank(wanted: Wanted) -> RankFile:
     try:
         base = _own_folder(user_folder())
         with _making(base):
+            for unfinished in base.glob(f"*/{NEW}"):  # whoever made it was killed
+                unfinished.unlink(missing_ok=True)
             return _open_rank(_own_folder(base / wanted.name), wanted)
     except OSError as error:
         raise SharingError(f"{user_folder()}: {error}") from error
@@ -118,7 +120,10 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
             raise SharingError(f"{folder} has lost its table; {_removal(folder)}")
         Table.make(table_path, wanted.num_slots, wanted.hash_bytes, secrets.token_bytes(16))
         (folder / ABOUT).write_text(wanted.about)
-    table = Table(str(table_path))
+    try:
+        table = Table(str(table_path))
+    except SharingError as error:
+        raise SharingError(f"{error}; {_removal(folder)}") from error
     num_slots, pool_id = table.num_slots, table.pool_id
     size_bytes = -(-wanted.size_of(num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE + LAST_BYTES
     last = pool_id + wanted.terms

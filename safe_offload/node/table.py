@@ -10,6 +10,8 @@ lock that one could leave behind but the kernel's (`locks.py`), and each word ha
 - A *guest mark* of an engine at a slot keeps all others from overwriting it. The guest marks, then
   reads the word again; the owner takes the word back, then reads the marks. A fence stands between
   the two on both sides, so at least one of them sees the other.
+- A *check* beside each slot goes with its word. What lies in shared memory may be damaged by any
+  process that maps it, or by the hardware: who reads takes an entry that cannot be for none.
 - An engine *naps* when it leases and writes nothing. Then others may free lots that it has beyond
   its share. One that has died is found by its tokens: the kernel unlocks them when the last of its
   processes has ended, so that no copy of a worker outlives what it may write.
@@ -17,6 +19,7 @@ lock that one could leave behind but the kernel's (`locks.py`), and each word ha
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
@@ -29,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_offload.errors import SharingError
-from safe_offload.node.locks import LOTS, NAPS, Locks, fence
+from safe_offload.node.locks import LOTS, NAPS, Locks, fence, is_token
 
-MAGIC: Final = b"safe_offload node 1\n"
+MAGIC: Final = b"safe_offload node 2\n"
 HEADER_BYTES: Final = 4096
 NEW: Final = "new"
 """What a file is called while it is made."""
@@ -45,10 +48,14 @@ DEAD_AFTER_S: Final = 1.0
 """So long after its last process an engine counts as dead: a device may still copy."""
 
 _HEADER: Final = struct.Struct("32s16sQQ")
-_REGISTERED, _NAPS, _WANTS, _NUM_TOKENS, _TOKENS = range(5)
+_REGISTERED, _NAPS, _WANTS, _TOKENS = range(4)
 _FILLED: Final = 1
+_YES: Final = 0xFF
+"""A byte that says so still does when one of its bits is lost."""
 
 Slots = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Table:
@@ -56,11 +63,14 @@ class Table:
 
     Attributes:
         words, hashes, generations: by slot; written by the owner.
-        bad: by slot, 1 if the memory under it is not to be trusted; any engine writes it.
+        checks: by slot; of slot, word, generation and hash.
+        bad: by slot, not 0 if the memory under it is not to be trusted; any engine writes it.
         touched: likewise, 1 if an engine that does not own it has used it.
         owners: by lot, an engine + 1; 0 for none.
         versions: by lot; changes after something in it has.
         marks: by engine and slot.
+        num_damaged: entries that could not be, as far as this engine has seen any.
+        lost: why this engine no longer uses the table; empty if it does.
     """
 
     def __init__(self, path: str) -> None:
@@ -82,12 +92,17 @@ class Table:
         self.versions = self._array("u8", self.num_lots)
         self.words = self._array("u8", self.num_slots)
         self.generations = self._array("u8", self.num_slots)
+        self.checks = self._array("u8", self.num_slots)
         self.hashes = self._array("u1", self.num_slots, self.hash_bytes)
         self.bad = self._array("u1", self.num_slots)
         self.touched = self._array("u1", self.num_slots)
         self.marks = self._array("u1", ENGINES_MAX, self.num_slots)
         self.engine = -1
         self.is_awake = False
+        self.num_damaged = 0
+        self.lost = ""
+        self._factors = _odd_numbers(3 + self.hash_bytes)
+        self._tokens = np.zeros(TOKENS_MAX, np.uint64)
         self._seen_dead: dict[int, float] = {}
 
     @staticmethod
@@ -131,8 +146,8 @@ class Table:
                 self.locks.give(NAPS + engine)
                 continue
             self._bury(engine)
-            row[_TOKENS : _TOKENS + len(tokens)] = tokens
-            row[_NUM_TOKENS] = len(tokens)
+            self._tokens[: len(tokens)] = tokens
+            row[_TOKENS:] = self._tokens
             row[_REGISTERED] = 1
             self.engine, self.is_awake = engine, True
             return
@@ -140,10 +155,30 @@ class Table:
 
     def wake(self) -> bool:
         """From now on lots are this engine's until it gives them; False if not to be had now."""
-        if not self.is_awake and self.locks.take(NAPS + self.engine):
-            self._engines[self.engine][_NAPS] = 0
-            self.is_awake = True
+        if not self.is_awake and not self.lost and self.locks.take(NAPS + self.engine):
+            if self._mend_row():
+                self._engines[self.engine][_NAPS] = 0
+                self.is_awake = True
+            else:
+                self.lost = "its table was damaged, and another engine has this one's place in it"
+                self.locks.give(NAPS + self.engine)
         return self.is_awake
+
+    def _mend_row(self) -> bool:
+        """Write what others know this engine by again if it was damaged; False if another has it.
+
+        The nap of this engine is held.
+        """
+        row = self._engines[self.engine]
+        if row[_REGISTERED] == 1 and bool((row[_TOKENS:] == self._tokens).all()):
+            return True
+        self.num_damaged += 1
+        others = set(self._tokens_of(self.engine)).difference(_listed(self._tokens))
+        if any(map(self.locks.is_taken, others)):
+            return False
+        row[_TOKENS:] = self._tokens
+        row[_REGISTERED] = 1
+        return True
 
     def nap(self) -> None:
         """Nothing is leased, written or granted before `wake`."""
@@ -179,13 +214,17 @@ class Table:
         return max(1, num_lots // max(1, len(self.engines)))
 
     def _lives(self, engine: int) -> bool:
-        row = self._engines[engine]
-        tokens = row[_TOKENS : _TOKENS + int(row[_NUM_TOKENS])].tolist()
+        tokens = self._tokens_of(engine)
         return engine == self.engine or any(map(self.locks.is_taken, tokens))
+
+    def _tokens_of(self, engine: int) -> list[int]:
+        return list(filter(is_token, self._engines[engine][_TOKENS:].tolist()))
 
     def bury(self, now_s: float) -> int:
         """Free what dead engines have had; return how many there were."""
         num_dead = 0
+        if self.is_awake:
+            self._mend_row()
         for engine in self.engines:
             if self._lives(engine):
                 self._seen_dead.pop(engine, None)
@@ -232,6 +271,16 @@ class Table:
         if self.owners[lot] or not self.locks.take(LOTS + lot):
             return False
         if not self.owners[lot]:
+            self.owners[lot] = self.engine + 1
+        self.locks.give(LOTS + lot)
+        return bool(self.owners[lot] == self.engine + 1)
+
+    def reclaim(self, lot: int) -> bool:
+        """Take back a lot of this engine's that the table says is not; False if another has it."""
+        self.num_damaged += 1
+        if not self.locks.take(LOTS + lot):
+            return False
+        if int(self.owners[lot]) - 1 not in self.engines:
             self.owners[lot] = self.engine + 1
         self.locks.give(LOTS + lot)
         return bool(self.owners[lot] == self.engine + 1)
@@ -284,9 +333,18 @@ class Table:
                 bits[place] = num_bytes << 16 | groups[place] << 8 | _FILLED  # see `read`
         self.generations[slots] = generations
         self.touched[slots] = 0
+        words = (self.words[slots] >> np.uint64(32) << np.uint64(32)) + bits
+        self.checks[slots] = self._check(slots, words, self.generations[slots], self.hashes[slots])
         fence()
-        self.words[slots] = (self.words[slots] >> np.uint64(32) << np.uint64(32)) + bits
+        self.words[slots] = words
         self._changed(slots)
+
+    def _check(self, slots: Slots, words: Words, generations: Words, hashes: Bytes) -> Words:
+        """Return what no one bit can change: a sum of all, each times an odd number."""
+        slot, word, generation, *_ = self._factors
+        in_hash: Words = hashes.astype(np.uint64) @ self._factors[3:]
+        checks: Words = slots.astype(np.uint64) * slot + words * word + generations * generation
+        return checks + in_hash
 
     def _changed(self, slots: Slots) -> None:
         fence()
@@ -295,29 +353,38 @@ class Table:
     # ---- any slot ------------------------------------------------------------------------------
 
     def read(self, slots: Slots) -> list[tuple[int, int, int, int, bytes]]:
-        """Return slot, word, generation, group and hash of those that hold something for now."""
+        """Return slot, word, generation, group and hash of those that hold something for now.
+
+        One whose check differs is left out: it is damaged.
+        """
         words = self.words[slots]
         slots = slots[is_filled := (words & _FILLED != 0) & (self.bad[slots] == 0)]
+        if not len(slots):
+            return []
         words = words[is_filled]
         fence()
-        generations, width = self.generations[slots].tolist(), self.hash_bytes
-        hashes = self.hashes[slots].tobytes()
+        generations, rows, checks = self.generations[slots], self.hashes[slots], self.checks[slots]
         fence()
-        is_whole = (self.words[slots] == words).tolist()
-        found = zip(slots.tolist(), words.tolist(), generations, is_whole, strict=True)
+        is_whole = self.words[slots] == words
+        is_right = checks == self._check(slots, words, generations, rows)
+        self.num_damaged += int(np.count_nonzero(is_whole & ~is_right))
+        hashes, is_it = rows.tobytes(), (is_whole & is_right).tolist()
+        found = zip(slots.tolist(), words.tolist(), generations.tolist(), is_it, strict=True)
         return [
             (slot, word, generation, word >> 8 & 0xFF, hashes[at : at + (word >> 16 & 0xFFFF)])
-            for at, (slot, word, generation, is_it) in zip(count(0, width), found, strict=False)
+            for at, (slot, word, generation, is_it) in zip(
+                count(0, self.hash_bytes), found, strict=False
+            )
             if is_it
         ]
 
-    def visit(self, slots: Slots, words: npt.NDArray[np.uint64]) -> Slots:
+    def visit(self, slots: Slots, words: Words) -> Slots:
         """Keep slots from being overwritten until `leave`; return those that hold something else.
 
         Args:
             words: of the slots, when what they hold was read.
         """
-        self.marks[self.engine, slots] = 1
+        self.marks[self.engine, slots] = _YES
         fence()
         is_lost = (self.words[slots] != words) | (self.bad[slots] != 0)
         lost: Slots = slots[is_lost]
@@ -327,7 +394,7 @@ class Table:
 
     def mark(self, slots: Slots) -> None:
         """Keep slots of this engine's own lots when others may claim these."""
-        self.marks[self.engine, slots] = 1
+        self.marks[self.engine, slots] = _YES
 
     def leave(self, slots: Slots) -> None:
         """Let slots be overwritten that were visited, or marked."""
@@ -336,7 +403,7 @@ class Table:
 
     def condemn(self, slots: Slots) -> None:
         """Let no engine use these slots again."""
-        self.bad[slots] = 1
+        self.bad[slots] = _YES
 
 
 def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None:
@@ -358,6 +425,11 @@ def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None
         raise
     finally:
         os.close(fd)
+
+
+def _odd_numbers(count: int) -> Words:
+    """Return numbers that are the same for all engines."""
+    return np.frombuffer(hashlib.shake_128(MAGIC).digest(8 * count), "<u8") | np.uint64(1)
 
 
 def _listed(numbers: npt.NDArray[Any]) -> list[int]:
@@ -385,7 +457,7 @@ def _size_of(num_slots: int, hash_bytes: int) -> int:
     num_lots = -(-num_slots // lot_slots_of(num_slots))
     arrays = (
         *(8 * ENGINES_MAX * (_TOKENS + TOKENS_MAX), 8 * num_lots, 8 * num_lots),
-        *(8 * num_slots, 8 * num_slots, hash_bytes * num_slots),
+        *(8 * num_slots, 8 * num_slots, 8 * num_slots, hash_bytes * num_slots),
         *(num_slots, num_slots, ENGINES_MAX * num_slots),
     )
     return HEADER_BYTES + sum(map(_aligned, arrays))

@@ -109,6 +109,7 @@ class Count(Series, enum.ReprEnum):
     BAD_TENANT_FILES = "bad_tenant_files", "Changes of the file of tenants that could not be used."
     BORROWED_BLOCKS = "borrowed_blocks", "Blocks of other engines' slots, each time one is leased."
     LOST_BLOCKS = "lost_blocks", "Blocks that other engines overwrote before they were borrowed."
+    DAMAGED_ENTRIES = "damaged_entries", "Entries of the table of a shared pool that cannot be."
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.errors import SharingError
 from safe_offload.node.pools import TABLE
 from safe_offload.node.table import Table
+from safe_offload.observe.counters import Count
 from safe_offload.protocol import PoolFacts, StepReport
 from safe_offload.scheduler.node.slots import NodeSlots
 from safe_offload.scheduler.planner import Planner
@@ -61,6 +62,8 @@ class NodePlanner(Planner):
         self.slots.keep_private(lambda block_hash: block_hash in self.private.hashes)
         self._pools: dict[int, PoolFacts | None] = {}
         self._look_again_s = 0.0
+        self._folder = ""
+        self._num_damaged = 0
 
     def on_new_request(self, request: Request) -> RequestState:
         self.slots.wake()
@@ -93,6 +96,7 @@ class NodePlanner(Planner):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
         slots = self.slots
+        self._say_what_is_damaged()
         if slots.wake() and slots.table is not None:
             slots.sync()
             slots.balance()
@@ -105,6 +109,26 @@ class NodePlanner(Planner):
         plan = super().build_connector_meta(scheduler_output, now_s)
         self._nap_if_idle()
         return plan
+
+    def _say_what_is_damaged(self) -> None:
+        """Count and log what the table has that cannot be; leave the pool if that is our place."""
+        table = self.slots.table
+        if table is None or (table.num_damaged == self._num_damaged and not table.lost):
+            return
+        self._counters[Count.DAMAGED_ENTRIES] += table.num_damaged - self._num_damaged
+        if not self._num_damaged:
+            logger.error(
+                "The table of the shared host cache %s is damaged: an entry cannot be. Such "
+                "entries are ignored from now on, and counted. Fix: end all engines that use it, "
+                "run `safe-offload cache rm node %s`, and look for memory errors.",
+                self._folder,
+                os.path.basename(self._folder),
+            )
+        self._num_damaged = table.num_damaged
+        if table.lost:
+            self._ranks.lose(
+                0, f"the shared host cache {self._folder} cannot be used: {table.lost}"
+            )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         report = output.kv_connector_worker_meta
@@ -139,6 +163,7 @@ class NodePlanner(Planner):
             )
             return
         self.slots.attach(table)
+        self._folder = folder
         logger.info(
             "This engine is number %d of %d that share the host cache %s, which has %d slots.",
             table.engine,

@@ -56,6 +56,7 @@ class NodeSlots(SlotPool):
         self._num_ready = 0
         self._is_own = bytearray(self.num_slots)
         self._lots: set[int] = set()  # of this engine, as far as it knows
+        self._has_lot = np.zeros(0, bool)  # by lot, the same
         self._marked: set[int] = set()  # slots where this engine is a guest
         self.parked: set[int] = set()
         self._seen = np.zeros(self.num_slots, np.uint64)  # words when slots were looked at
@@ -75,6 +76,7 @@ class NodeSlots(SlotPool):
         """Use the slots of a table that this engine has joined."""
         self.table = table
         self._versions = np.zeros(table.num_lots, np.uint64)
+        self._has_lot = np.zeros(table.num_lots, bool)
         self._extend()
 
     def keep_private(self, is_private: Callable[[bytes], bool]) -> None:
@@ -126,6 +128,7 @@ class NodeSlots(SlotPool):
         table = self.table
         if table is None:
             return
+        self._keep_lots()
         changed = np.flatnonzero(table.versions != self._versions).tolist()
         self.is_behind = False
         if not changed:
@@ -140,6 +143,24 @@ class NodeSlots(SlotPool):
             if lot not in self._lots:
                 num_left -= self._look_at(lot)
             self._versions[lot] = versions[lot]
+
+    def _keep_lots(self) -> None:
+        """Take back lots that a damaged table says are not this engine's, or give them up."""
+        table = self._table
+        if not table.is_awake:
+            return
+        gone = np.flatnonzero(self._has_lot & (table.owners != np.uint64(table.engine + 1)))
+        for lot in gone.tolist():
+            if not table.reclaim(lot):
+                slots = table.range_of(lot)
+                self._guard([slot for slot in slots if slot in self._leased])
+                self._lose(lot)
+                self.forget([slot for slot in slots if self.directory.hashes[slot] is not None])
+
+    def _guard(self, slots: Sequence[int]) -> None:
+        """Be a guest at leased slots of a lot that will be another's."""
+        self._table.mark(_array(slots))
+        self._marked.update(slots)
 
     def _drop_changed(self, lot: int) -> Slots:
         """No longer find what has changed in a lot of another; return these slots."""
@@ -190,8 +211,7 @@ class NodeSlots(SlotPool):
         hashes, being_stored = self.directory.hashes, self.directory.being_stored
         if any(hashes[slot] is None or slot in being_stored for slot in leased):
             return False
-        self._table.mark(_array(leased))
-        self._marked.update(leased)
+        self._guard(leased)
         self._lose(lot)
         self._table.give(lot)
         return True
@@ -200,6 +220,7 @@ class NodeSlots(SlotPool):
         """A lot is another's from now on; what it holds can still be found."""
         slots = self._table.range_of(lot)
         self._lots.discard(lot)
+        self._has_lot[lot] = False
         for slot in slots:
             self._is_own[slot] = 0
         self._evictable.forget(slots)
@@ -279,6 +300,7 @@ class NodeSlots(SlotPool):
         slots = table.range_of(lot)
         self._drop_changed(lot)  # and find nothing new: it may be what is stored next
         self._lots.add(lot)
+        self._has_lot[lot] = True
         hashes = self.directory.hashes
         unknown = [slot for slot in slots if hashes[slot] is None]
         bad = [slot for slot in unknown if table.bad[slot] and slot not in self._leased]
@@ -303,6 +325,7 @@ class NodeSlots(SlotPool):
             for slot in slots
             if (block_hash := directory.hashes[slot]) is not None
             and slot not in directory.being_stored
+            and self._is_own[slot]
         ]
         if stored:
             array = _array([slot for slot, _ in stored])
