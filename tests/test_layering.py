@@ -119,6 +119,7 @@ READS_PRIVATE = {
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
     "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "gpu/small.py": ("_answer_calls",),  # of engines that first cache prefixes of MLA, too
+    "node/test_table.py": ("_engines", "_mapping", "_tokens"),  # flips each bit of a table
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
     "scheduler/stores/test_spare.py": ("_hits",),  # gives the kinds of a host fixed shares
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
