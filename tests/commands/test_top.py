@@ -574,7 +574,7 @@ def on_terminal(server: Server, width: int, height: int, interval_s: str) -> Ite
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        env={name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         | {"TERM": "xterm"},
     )
     try:

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from safe_offload.commands.cli import _make_parser as make_parser
+from safe_offload.commands.cli import make_parser
 from safe_offload.commands.doctor.command import read_rest
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig

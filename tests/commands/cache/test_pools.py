@@ -45,7 +45,7 @@ def make_other_version(pool: Path) -> None:
     """A table that this version cannot read."""
     with (pool / pools.TABLE).open("r+b") as file:
         file.seek(len(b"safe_offload node "))
-        file.write(b"2")
+        file.write(b"9")
 
 
 def names_in(base: Path) -> list[str]:
