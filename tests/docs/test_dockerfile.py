@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from safe_offload import __version__
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from tests.engine.prometheus import find_program
 
@@ -130,6 +131,4 @@ def test_every_command_that_builds_the_image_names_the_file_and_a_tag_that_is_us
             r"docker build -f (\S+) -t (\S+) \.", page.read_text(errors="ignore")
         )
     }
-    assert commands == {
-        (str(DOCKERFILE.relative_to(ROOT)), f"vllm-safe-offload:{PROJECT['version']}")
-    }
+    assert commands == {(str(DOCKERFILE.relative_to(ROOT)), f"vllm-safe-offload:{__version__}")}

@@ -17,6 +17,7 @@ import shutil
 import signal
 import stat
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -108,6 +109,8 @@ class Signals:
     def _end(self, number: int, _: FrameType | None) -> None:
         for each in self._before:
             signal.signal(each, signal.SIG_IGN)
+        # It may come between a coroutine and its beginning.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         if not self._is_held:
             raise EndedError(number)
         self._pending = number
