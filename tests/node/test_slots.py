@@ -75,6 +75,7 @@ def test_what_is_overwritten_while_it_is_read_is_not_found(start, monkeypatch):
 
     monkeypatch.setattr(table_module, "fence", overwrite)
     assert other.find(A) == []
+    assert other.slots.table.num_damaged == 0
 
 
 def test_what_others_have_is_not_stored_again(start):
