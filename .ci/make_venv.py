@@ -95,8 +95,8 @@ def main() -> int:
 
 def _set_up(venv: Path, requirements: Path, torch_version: str, vllm_version: str) -> None:
     start = time.monotonic()
-    installer = _choose_installer(venv)
     python = venv / "bin/python"
+    installer = _choose_installer(python)
     if not python.exists() or _run([python, "-m", "pip", "--version"]).returncode:
         say(f"Python {sys.version.split()[0]} -> {venv}")
         made = _run([sys.executable, "-m", "venv", "--clear", venv])
@@ -168,7 +168,7 @@ def require_room(venv: Path, size: Size, cache: Path | None) -> None:
             )
 
 
-def torch_source(installer: "Pip", wanted: str) -> list[str]:
+def torch_source(installer: "Pip | Uv", wanted: str) -> list[str]:
     """Return the arguments that take torch from PyTorch's index; none for PyPI's."""
     if wanted not in ("auto", "cpu", "pypi"):
         raise SetUpError(
@@ -194,7 +194,7 @@ def _can_reach(url: str) -> bool:
         return False
 
 
-def _choose_installer(venv: Path) -> "Pip":
+def _choose_installer(python: Path) -> "Pip | Uv":
     wanted = os.environ.get("INSTALLER") or ("uv" if shutil.which("uv") else "pip")
     if wanted not in ("pip", "uv"):
         raise SetUpError(f"INSTALLER={wanted} is not known; write INSTALLER=pip or INSTALLER=uv")
@@ -202,7 +202,8 @@ def _choose_installer(venv: Path) -> "Pip":
         raise SetUpError(
             "INSTALLER=uv: there is no uv on the PATH. Install it, or write INSTALLER=pip"
         )
-    return (Uv if wanted == "uv" else Pip)(venv)
+    arguments = shlex.split(os.environ.get("PIP_ARGS", ""))
+    return (Uv if wanted == "uv" else Pip)(python, arguments)
 
 
 class Pip:
@@ -210,10 +211,9 @@ class Pip:
 
     cpu_torch = ("--index-url", CPU_INDEX)
 
-    def __init__(self, venv: Path) -> None:
-        self._venv = venv
-        self._pip = [venv / "bin/python", "-m", "pip", "--disable-pip-version-check"]
-        self._arguments = shlex.split(os.environ.get("PIP_ARGS", ""))
+    def __init__(self, python: Path, arguments: list[str]) -> None:
+        self._pip = [python, "-m", "pip", "--disable-pip-version-check"]
+        self._arguments = arguments
 
     def prepare(self) -> None:
         """Have a pip that knows what is asked of it here."""
@@ -274,10 +274,13 @@ class Pip:
         raise SetUpError(cause_of(output) or f"{what}: pip ended with status {status} (above)")
 
 
-class Uv(Pip):
+class Uv:
     """Installs with uv, which has a progress of its own."""
 
     cpu_torch = ("--torch-backend", "cpu")
+
+    def __init__(self, python: Path, arguments: list[str]) -> None:
+        self._install = ["uv", "pip", "install", "--python", python, *arguments]
 
     def prepare(self) -> None:
         """Do nothing: a uv is there."""
@@ -293,16 +296,7 @@ class Uv(Pip):
     def install(self, what: str, arguments: list[str], size: Size | None = None) -> None:
         """Install; what uv says of a failure stands above the last line."""
         say(what)
-        command = [
-            "uv",
-            "pip",
-            "install",
-            "--python",
-            self._venv / "bin/python",
-            *self._arguments,
-            *arguments,
-        ]
-        ended = subprocess.run(list(map(str, command)), check=False)
+        ended = subprocess.run(list(map(str, [*self._install, *arguments])), check=False)
         if ended.returncode:
             raise SetUpError(
                 f"{what}: uv ended with status {ended.returncode}, as it says above. "

@@ -1,6 +1,5 @@
 """What `make dist` adds to a release. `.ci/run` builds one and runs the demo with its wheel."""
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import yaml
 
 from safe_offload import __version__
+from tests import ci_script
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://git.example/team/safe_offload"
@@ -17,12 +17,7 @@ LINK = re.compile(r"\]\(([^)]+)\)")
 
 @pytest.fixture(scope="module")
 def make_dist():
-    spec = importlib.util.spec_from_file_location("make_dist", ROOT / ".ci/make_dist.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script.load("make_dist")
 
 
 @pytest.fixture

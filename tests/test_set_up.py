@@ -3,29 +3,20 @@
 `make venv` itself runs before all tests, with a pip that works.
 """
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests import ci_script
 
 ROOT = Path(__file__).parents[1]
 
 
-def load_make_venv() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_venv", ROOT / ".ci/make_venv.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_venv = load_make_venv()
+make_venv = ci_script.load("make_venv")
 
 
 def last_line_of_set_up(venv: Path, python: str = sys.executable, **environment: str) -> str:

@@ -161,9 +161,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--rounds", type=int, default=5, help="after a warm-up (%(default)s)")
     for option, (key, kind) in OPTIONS.items():
         add(option, type=kind, metavar="X", help=ROWS[key].help)
-    for option, setting in places.OPTIONS.items():
-        metavar = setting.rpartition("_")[2].upper()
-        add(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
+    places.add_options(parser)
     add_output_arguments(parser)
 
 

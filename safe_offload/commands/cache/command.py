@@ -64,9 +64,7 @@ def add_arguments(parser: ArgumentParser) -> None:
                 "--dry-run", action="store_true", help="say what would be deleted, and delete none"
             )
         command.add_argument("--json", action="store_true", help="print JSON")
-        for option, setting in places.OPTIONS.items():
-            metavar = setting.rpartition("_")[2].upper()
-            command.add_argument(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
+        places.add_options(command)
         command.set_defaults(action=function)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
@@ -23,6 +24,13 @@ OPTIONS: Final = {
     "--hmac-key-file": "hmac_key_file",
 }
 """Options, and the settings of a tier that they are."""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options that say how a tier is reached."""
+    for option, setting in OPTIONS.items():
+        metavar = setting.rpartition("_")[2].upper()
+        parser.add_argument(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
 
 
 def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
