@@ -128,15 +128,15 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
         yield f"\n{place}{_EXTRA_KEY}:"
         extra = each.get(_EXTRA_KEY) or {}
         reasons = other_connectors.without_effect(extra, options.VALID_KEYS)
-        paths = [] if "tiers" in extra else other_connectors.directories(extra)
+        tiers = [] if "tiers" in extra else other_connectors.directories(extra)
         capacity_key = OffloadConfig.from_extra_config(extra, world_size=1).capacity_key
         for row in SETTINGS.values():
             value = extra.get(row.key, row.default)
             source = "written" if row.key in extra else "default"
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
                 source += f', no effect: "{capacity_key}" counts'
-            if paths and row.key == "tiers":
-                value = [{"url": f"file://{path}"} for path in paths]
+            if tiers and row.key == "tiers":
+                value = [{"url": f"file://{tier.pop('root_dir')}", **tier} for tier in tiers]
                 source = "from the keys of another connector"
             if row.key in reasons:
                 source += f"; {reasons[row.key]}"

@@ -31,7 +31,7 @@ from safe_offload.config.settings import (
     text,
 )
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig, directory, file, tiers
+from safe_offload.config.tiers import TIER_SETTINGS, TierConfig, directory, file, tiers
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 
@@ -262,10 +262,8 @@ class OffloadConfig:
         if disk := _disk_tier(written, values, world_size):
             values["tiers"] = (disk,)
         elif "tiers" not in written:
-            paths = other_connectors.directories(written)
-            values["tiers"] = tuple(
-                TierConfig(Location("file", directory().read("root_dir", path))) for path in paths
-            )
+            found = other_connectors.directories(written)
+            values["tiers"] = tuple(map(_directory_tier, found))
         if values.get("sharing") is not None:
             _refuse_beside_sharing(values)
         return cls(**values, world_size=world_size)
@@ -282,6 +280,14 @@ def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
             key = SETTINGS[field].key
             allowed, fix = "one of the two", f'remove "share", or "{key}"'
             refuse("share", "node", f'"{key}" is written too', allowed, fix)
+
+
+def _directory_tier(written: Mapping[str, object]) -> TierConfig:
+    """Return the tier of a directory of OffloadingConnector's."""
+    path = directory().read("root_dir", written["root_dir"])
+    row = TIER_SETTINGS["capacity_bytes"]
+    bytes_max = row.kind.read(row.key, written[row.key]) if row.key in written else None
+    return TierConfig(Location("file", path), bytes_max)
 
 
 def _disk_tier(

@@ -56,7 +56,21 @@ _POLICY: Final = "eviction_policy"
 POLICIES: Final[Mapping[str, str]] = {"arc": "slru"}
 """Of eviction, by what is nearest to them here."""
 
+LMCACHE: Final = "LMCACHE_"
+"""How the environment variables of LMCache begin."""
+
 _DIRECTORIES: Final = ("fs", "fs_python", "fs_worker")
+_BOUNDS: Final[Mapping[str, int]] = {"gc_max_size_gb": 10**9, "max_bytes": 1}
+"""Of a directory: the settings that bound it, each with the bytes that it counts in; the last one
+that is written counts."""
+
+_THREADS: Final = 'write "threads" into a tier of "tiers"'
+_IN_DIRECTORY: Final[Mapping[str, str]] = {
+    "eviction_policy": "what was used longest ago goes first",
+    "min_free_bytes": 'write a "capacity" into a tier of "tiers"',
+    "n_read_threads": _THREADS,
+    "n_write_threads": _THREADS,
+}
 
 
 def unread(written: Mapping[str, object]) -> set[str]:
@@ -65,12 +79,23 @@ def unread(written: Mapping[str, object]) -> set[str]:
     return keys | ({_POLICY} if "cache_policy_module_path" in written else set())
 
 
-def directories(written: Mapping[str, object]) -> list[object]:
-    """Return the directories that a configuration keeps blocks in, as they are written."""
-    tiers = written.get(SECONDARY_TIERS)
-    found = [tier["root_dir"] for tier in _list(tiers) if _is_directory(tier)]
+def directories(written: Mapping[str, object]) -> list[dict[str, object]]:
+    """Return the directories that a configuration keeps blocks in, as they are written.
+
+    Each has a `root_dir`, and a `capacity` in bytes if something bounds it.
+    """
+    tiers = _list(written.get(SECONDARY_TIERS))
+    found = [_directory(tier) for tier in tiers if _is_directory(tier)]
     if SHARED_STORAGE in written and written.get("backend") != "OBJ":  # which keeps it in a bucket
-        found.insert(0, written[SHARED_STORAGE])
+        found.insert(0, {"root_dir": written[SHARED_STORAGE]})
+    return found
+
+
+def _directory(tier: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"root_dir": tier["root_dir"]}
+    for key, unit in _BOUNDS.items():
+        if (bound := tier.get(key)) is not None:
+            found["capacity"] = int(bound * unit) if type(bound) in (int, float) else bound
     return found
 
 
@@ -79,18 +104,34 @@ def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict
     found = {key: why for key, why in WITHOUT_EFFECT.items() if key in written}
     if SPEC in written:
         others = (key for key in written if key not in (*KNOWN, *ours))
-        found |= {shown_key(key).strip('"'): "it is of that spec" for key in others}
+        found |= {_shown(key): "it is of that spec" for key in others}
     if written.get("kv_offload_backend") != "disk":
         found |= {key: _NO_DISK for key in DISK_KEYS if key in written}
     tiers = written.get(SECONDARY_TIERS)
     if "tiers" in written or not all(map(_is_directory, _list(tiers))):
         found |= {key: _TIERS for key in (SECONDARY_TIERS, SHARED_STORAGE) if key in written}
+    else:
+        found |= _without_effect_in_directories(_list(tiers))
     policy = written.get(_POLICY)
     if policy is not None and _POLICY in unread(written):
         found[_POLICY] = '"lru" is used'
     elif isinstance(policy, str) and policy in POLICIES:
         found[_POLICY] = f'"{POLICIES[policy]}" is nearest to it'
     return found
+
+
+def _without_effect_in_directories(tiers: list[Mapping[str, object]]) -> dict[str, str]:
+    """Return what has no effect in these directories, by where it stands."""
+    found = {}
+    for index, tier in enumerate(tiers):
+        for key in tier.keys() - {"type", "root_dir", *_BOUNDS}:
+            name = f"{SECONDARY_TIERS}[{index}].{_shown(key)}"
+            found[name] = _IN_DIRECTORY.get(key, "a directory has no such setting here")
+    return dict(sorted(found.items()))
+
+
+def _shown(key: object) -> str:
+    return shown_key(key).strip('"')
 
 
 def _list(value: object) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,15 @@ def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
         logger.warning(
             "Settings of other connectors have no effect here, remove them: %s.",
             "; ".join(f'"{key}" ({reason})' for key, reason in reasons.items()),
+        )
+    if variables := sorted(
+        name for name in os.environ if name.startswith(other_connectors.LMCACHE)
+    ):
+        logger.warning(
+            "Variables of LMCache have no effect here: %s. Write what you mean into "
+            'kv_connector_extra_config, such as "cpu_bytes_to_use_per_rank": "20GB" for '
+            "LMCACHE_MAX_LOCAL_CPU_SIZE=20, and remove them.",
+            ", ".join(variables),
         )
 
 

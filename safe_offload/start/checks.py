@@ -10,6 +10,7 @@ from socket import create_server
 from typing import Any, Final
 
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tier_url import FILE
 from safe_offload.config.tiers import SHARED_HASH
 from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of
 from safe_offload.config.units import GIB
@@ -62,6 +63,7 @@ def prepare_start(config: Any) -> None:
         for written in ours:
             _require_memory(written, config.parallel_config)
             _require_ports(written, config.parallel_config)
+            _require_directories(written, config.parallel_config)
     last_words.listen()
 
 
@@ -116,6 +118,22 @@ def _require_ports(written: Mapping[str, Any], parallel: Any) -> None:
     if config.metrics_port is not None and is_here:
         for index in range(first, first + int(parallel.data_parallel_size_local)):
             config.open_metrics(index, lambda port, host: create_server((host, port)).close())
+
+
+def _require_directories(written: Mapping[str, Any], parallel: Any) -> None:
+    """Refuse a tier in a directory if what is there is none: it would fail with each access."""
+    from safe_offload.compat import engine_config
+
+    if not engine_config.are_workers_here(parallel):
+        return
+    for tier in _settings(written).tiers:
+        path = tier.location.path
+        if tier.location.scheme == FILE and os.path.exists(path) and not os.path.isdir(path):
+            raise ConfigError(
+                f'The tier "{path}" is no directory. Objects are files in a directory; a file that '
+                "another connector has left there is not read. Fix: name a directory, or remove "
+                "what is there."
+            )
 
 
 def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:

@@ -62,6 +62,8 @@ def _fs(root: str, **more: Any) -> dict[str, Any]:
     return {"type": "fs", "root_dir": root, **more}
 
 
+_THREADS = tuple(f"secondary_tiers[0].n_{kind}_threads" for kind in ("read", "write"))
+
 _LLMD_SPEC = {
     "spec_name": "SharedStorageOffloadingSpec",
     "spec_module_path": "llmd_fs_backend.spec",
@@ -195,7 +197,45 @@ PUBLIC = (
             "secondary_tiers": [_fs("/mnt/kv_cache", n_read_threads=32, n_write_threads=16)],
         },
         {"cpu_bytes_to_use": 10 * GIB, "paths": ["/mnt/kv_cache"]},
-        ("block_size", "spec_name"),
+        ("block_size", "spec_name", *_THREADS),
+    ),
+    Public(
+        "a launcher for one SSD: a bound inside the tier",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 10 * GIB,
+            "secondary_tiers": [
+                _fs(
+                    "/mnt/ssd/kv",
+                    n_read_threads=16,
+                    n_write_threads=16,
+                    eviction_policy="fifo",
+                    max_bytes=200 * GIB,
+                    min_free_bytes=8 * GIB,
+                    min_file_age_seconds=10,
+                )
+            ],
+        },
+        {"cpu_bytes_to_use": 10 * GIB, "paths": ["/mnt/ssd/kv"], "capacities": [200 * GIB]},
+        (
+            "secondary_tiers[0].eviction_policy",
+            "secondary_tiers[0].min_file_age_seconds",
+            "secondary_tiers[0].min_free_bytes",
+            "spec_name",
+            *_THREADS,
+        ),
+    ),
+    Public(
+        "local-inference-lab/vllm#254: gc_max_size_gb",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 10 * GIB,
+            "secondary_tiers": [_fs("/mnt/ssd/kv", gc_max_size_gb=0.5)],
+        },
+        {"paths": ["/mnt/ssd/kv"], "capacities": [500_000_000]},
+        ("spec_name",),
     ),
     Public(
         f"{_DOCS}: the tier obj",
@@ -226,7 +266,7 @@ PUBLIC = (
             "secondary_tiers": [_fs("/mnt/kv_cache", n_read_threads=32, n_write_threads=16)],
         },
         {"paths": ["/mnt/kv_cache"]},
-        ("blocks_per_chunk", "spec_name"),
+        ("blocks_per_chunk", "spec_name", *_THREADS),
     ),
     Public(
         f"{_LLM_D}/gpu/vllm/native/cpu and /amd/vllm/native/cpu, base/patch-vllm.yaml",
@@ -246,7 +286,7 @@ PUBLIC = (
             ],
         },
         {"paths": ["/mnt/files-storage/kv-cache"]},
-        ("block_size", "spec_name"),
+        ("block_size", "spec_name", *_THREADS),
     ),
     Public(
         f"{_LLM_D}/gpu/vllm/native/cpu_plus_fs/base/patch-vllm.yaml",

@@ -12,6 +12,7 @@ import pytest
 from safe_offload.commands.cli import main
 from safe_offload.config.options import VALID_KEYS, OffloadConfig
 from safe_offload.config.other_connectors import KNOWN, without_effect
+from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError
 from safe_offload.start import checks, plugin
 from tests.config.public_configurations import OFFLOADING, PUBLIC, SIMPLE
@@ -39,9 +40,14 @@ def test_what_the_public_writes_starts_with_our_name(public):
     assert arguments.kv_offloading_size is None, "vLLM would take its own connector"
     assert (read.kv_role, read.kv_load_failure_policy) == ("kv_both", "recompute")
     config = options(read.kv_connector_extra_config)
-    paths = [tier.location.path for tier in config.tiers]
+    of_tiers = {
+        "paths": [tier.location.path for tier in config.tiers],
+        "capacities": [tier.capacity_bytes for tier in config.tiers],
+    }
     expected = public.comes_to
-    assert expected == {key: paths if key == "paths" else getattr(config, key) for key in expected}
+    assert expected == {
+        key: of_tiers[key] if key in of_tiers else getattr(config, key) for key in expected
+    }
     found = without_effect(read.kv_connector_extra_config, VALID_KEYS)
     assert sorted(found) == sorted(public.warned)
     assert all(found.values())
@@ -58,6 +64,26 @@ def test_the_command_says_what_comes_of_it(public, capsys, monkeypatch):
     for path in public.comes_to.get("paths", ()):
         assert f"file://{path}" in rows["tiers"]
     assert "secret" not in output.replace("secret_key", "")
+
+
+@pytest.mark.parametrize("bound", [0, -1, "much", True, []])
+@pytest.mark.parametrize("key", ["max_bytes", "gc_max_size_gb"])
+def test_a_bound_that_cannot_be_kept_is_refused(key, bound):
+    tier = {"type": "fs", "root_dir": "/mnt/kv", key: bound}
+    with pytest.raises(ConfigError, match="capacity"):
+        options({"secondary_tiers": [tier]})
+
+
+def test_the_command_says_how_a_directory_is_bounded(capsys, monkeypatch):
+    tier = {"type": "fs", "root_dir": "/mnt/kv", "max_bytes": 4 << 20, "password": "hidden"}
+    extra = {"secondary_tiers": [tier]}
+    written = json.dumps({"kv_connector": CONNECTOR_NAME, "kv_connector_extra_config": extra})
+    monkeypatch.setattr(sys, "argv", ["safe-offload", "config", "--kv-transfer-config", written])
+    assert main() == 0
+    output = capsys.readouterr().out
+    assert '[{"url": "file:///mnt/kv", "capacity": 4194304}]' in output
+    assert "secondary_tiers[0].password" in output
+    assert "hidden" not in output
 
 
 def test_both_connectors_and_every_place_are_there():

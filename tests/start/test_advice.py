@@ -169,6 +169,16 @@ def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, ex
     assert f"about {int(80 / num_request * 640)} tokens" in line
 
 
+def test_variables_of_lmcache_are_named_once(logged, monkeypatch):
+    advise(100)
+    assert not [message for message in said(logged) if "LMCACHE_" in message]
+    monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SIZE", "20")
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
+    advise(100)
+    (line,) = [message for message in said(logged) if "LMCACHE_" in message]
+    assert "no effect here: LMCACHE_CHUNK_SIZE, LMCACHE_MAX_LOCAL_CPU_SIZE. Write" in line
+
+
 def test_settings_of_other_connectors_are_named_once_with_the_reason(logged):
     advise(100, block_size=64, spec_name="CPUOffloadingSpec", cpu_bytes_to_use="1GiB")
     (line,) = [message for message in said(logged) if "other connectors" in message]

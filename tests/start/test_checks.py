@@ -1,12 +1,14 @@
 """What is refused in the process that the user starts, before it starts the engine's own."""
 
 import contextlib
+import functools
 import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from safe_offload.config.tiers import SHARED_HASH
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError
 from safe_offload.start import checks as engine_start
@@ -107,6 +109,33 @@ def taken_port():
                 holder.bind(("127.0.0.1", port - 1))
                 yield port
                 return
+
+
+@pytest.mark.parametrize("key", ["tiers", "secondary_tiers", "shared_storage_path", "disk_path"])
+def test_a_file_where_a_tier_wants_a_directory_is_refused(key, tmp_path, listening, monkeypatch):
+    """As SimpleCPUOffloadConnector leaves one behind at `disk_path`."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    path = tmp_path / "slots.bin"
+    value: Any = {
+        "tiers": [{"url": f"file://{path}"}],
+        "secondary_tiers": [{"type": "fs", "root_dir": str(path)}],
+    }.get(key, str(path))
+    written = sized(10, "num_cpu_blocks")
+    written["kv_connector_extra_config"] |= {key: value}
+    if key == "disk_path":
+        written["kv_connector_extra_config"]["kv_offload_backend"] = "disk"
+    config = hashing(written, SHARED_HASH)
+    prepare = functools.partial(engine_start.prepare_start, config)
+    prepare()  # it may be made later
+    path.write_bytes(bytes(4096))
+    with pytest.raises(ConfigError, match=r'The tier ".*slots.bin" is no directory'):
+        prepare()
+    config.parallel_config.distributed_executor_backend = "ray"
+    prepare()  # the workers may be elsewhere
+    config.parallel_config.distributed_executor_backend = "mp"
+    path.unlink()
+    path.mkdir()
+    prepare()
 
 
 @pytest.mark.parametrize("first", [0, 1])
