@@ -26,6 +26,7 @@ from safe_offload.compat.base import (
     SupportsHMA,
 )
 from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
+from safe_offload.compat.resets import allow_resets_under_loads
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.errors import InvariantError
@@ -131,6 +132,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         elif is_scheduler:
             self._make_planner = self._prepare_planner()
             watch()
+            allow_resets_under_loads()
         else:
             self.side = self.worker = self._make_worker()
 

@@ -103,11 +103,14 @@ class Reset:
     step: int
     connector: bool
     running: bool
+    is_paused: bool = False
+    """Once the engine, which is paused for it with what it has, is idle."""
 
     def __str__(self) -> str:
         what = ["the GPU's cache"] + ["the host's cache"] * self.connector
         what += ["running requests"] * self.running
-        return f"{self.name}: before step {self.step} reset {' and '.join(what)}"
+        paused = ", in a pause" * self.is_paused
+        return f"{self.name}: before step {self.step} reset {' and '.join(what)}{paused}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
+
 from safe_offload.errors import InvariantError
 from tests.simulator.chance import Chance
 from tests.simulator.checkers import Checkers
@@ -105,6 +107,7 @@ class Run:
         self.trace = Trace(self.core, place.lines, place.label)
         self._sends = [event for event in events if isinstance(event, Send)]
         self._resets = [event for event in events if isinstance(event, Reset)]
+        self._pauses: list[Reset] = []
         self._model_loads = [event for event in events if isinstance(event, ModelLoad)]
         self.core.before_update.append(self._load_while_computing)
         self._moments = Moments(
@@ -147,12 +150,15 @@ class Run:
 
     def _turns(self) -> Iterator[None]:
         core = self.core
-        while self._sends or self._resets or self._faults.is_pending or core.has_work:
+        while (
+            self._sends or self._resets or self._pauses or self._faults.is_pending or core.has_work
+        ):
             if core.num_steps > STEPS_MAX:
                 raise Finding("I7", f"not idle after {STEPS_MAX} steps")
             self._now += 1
             self._send_due()
             self._reset_due()
+            self._reset_if_paused()
             self._load_due(is_computing=False)
             self._settle()
             self._faults.before_step(self._now)
@@ -221,15 +227,32 @@ class Run:
         for reset in [reset for reset in self._resets if reset.step < self._now]:
             self._resets.remove(reset)
             self.trace.note(str(reset), "reset", reset.name)
-            try:
-                self.core.scheduler.reset_prefix_cache(
-                    reset_running_requests=reset.running, reset_connector=reset.connector
-                )
-            except RuntimeError as error:
-                # vLLM refuses it while a request waits for a load, and answers so to the caller.
-                if "waiting for remote KV transfer" not in str(error):
-                    raise
-                self.trace.note("  refused by vLLM", "refused", reset.name)
+            if reset.is_paused:
+                self._pauses.append(reset)
+                self.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            else:
+                self._reset(reset)
+
+    def _reset_if_paused(self) -> None:
+        """Do what `pause_generation` with "keep" does once the engine is idle, and go on."""
+        if self._pauses and not self.core.has_work:
+            for reset in self._pauses:
+                self._reset(reset)
+            self._pauses.clear()
+            self.core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _reset(self, reset: Reset) -> None:
+        try:
+            self.core.scheduler.reset_prefix_cache(
+                reset_running_requests=reset.running, reset_connector=reset.connector
+            )
+        except RuntimeError as error:
+            # vLLM refuses it while a load of a request is under way, and answers so to the caller.
+            if "waiting for remote KV transfer" not in str(error):
+                raise
+            if reset.is_paused:
+                raise Finding("I7", "vLLM refused a reset of an idle engine") from error
+            self.trace.note("  refused by vLLM", "refused", reset.name)
 
     def _load_while_computing(self, _: Batch) -> None:
         self._load_due(is_computing=True)

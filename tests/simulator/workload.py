@@ -123,14 +123,18 @@ def _make_aborts(profile: Profile, chance: Chance, requests: Sequence[Send]) -> 
 
 
 def _make_resets(profile: Profile, chance: Chance) -> list[Event]:
-    return [
-        Reset(
+    def reset(index: int) -> Reset:
+        is_running = chance.happens(0.3, "reset running", index)
+        return Reset(
             f"x{index}",
             chance.below(profile.workload.num_steps, "reset", index),
             connector=chance.happens(0.5, "reset connector", index),
-            running=chance.happens(0.3, "reset running", index),
+            running=is_running,
+            is_paused=is_running and chance.happens(0.5, "reset paused", index),
         )
-        for index in range(chance.between(0, profile.workload.num_resets, "resets"))
+
+    return [
+        reset(index) for index in range(chance.between(0, profile.workload.num_resets, "resets"))
     ]
 
 

@@ -1,0 +1,103 @@
+"""Lets vLLM reset its prefix cache although requests wait for loads.
+
+A reset that preempts what runs (`reset_running_requests`, a pause that keeps requests) fails if a
+request waits: vLLM preempts only what runs, and who waits keeps blocks that it got for a load. So
+before vLLM looks, the engine is stepped, with nothing new scheduled, until the loads have ended,
+and who waited gives his blocks back, as after a load that failed as a whole.
+
+Source: vLLM 0.31 to 0.33, EngineCore.reset_prefix_cache of v1/engine/core.py;
+Scheduler._handle_blocked_waiting_request and _update_waiting_for_remote_kv of v1/core/sched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final
+
+from safe_offload.compat.wrapping import wrap
+
+LOADS_END_WITHIN_S: Final = 30.0
+"""A load that takes longer has the reset refused, as without this."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def allow_resets_under_loads() -> None:
+    """Wrap what resets vLLM's prefix cache; a second call does nothing."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    wrap(EngineCore, "reset_prefix_cache", _after_loads)
+    wrap(Scheduler, "reset_prefix_cache", _after_release)
+
+
+def _after_loads(
+    original: Callable[..., bool],
+    engine_core: Any,
+    /,
+    reset_running_requests: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    if reset_running_requests:
+        try:
+            _end_loads(engine_core)
+        except Exception:
+            logger.exception("Loads could not be ended before a reset of the prefix cache")
+    return original(engine_core, reset_running_requests, *args, **kwargs)
+
+
+def _end_loads(engine_core: Any) -> None:
+    """Step the engine until no request of its scheduler waits for a load that is under way."""
+    scheduler = engine_core.scheduler
+    if not (hasattr(engine_core, "_process_engine_step") and _num_loading(scheduler)):
+        return  # what steps an engine in its own process wants the outputs itself
+    state, deadline_s = scheduler.pause_state, monotonic() + LOADS_END_WITHIN_S
+    scheduler.set_pause_state(type(state).PAUSED_ALL)
+    try:
+        while _num_loading(scheduler) and monotonic() < deadline_s:
+            engine_core._process_engine_step()
+    finally:
+        scheduler.set_pause_state(state)
+
+
+def _num_loading(scheduler: Any) -> int:
+    return sum(
+        request.status.name == "WAITING_FOR_REMOTE_KVS"
+        and request.request_id not in scheduler.finished_recving_kv_req_ids
+        for request in scheduler.kv_holding_waiting
+    )
+
+
+def _after_release(
+    original: Callable[..., bool],
+    scheduler: Any,
+    /,
+    reset_running_requests: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    if reset_running_requests and scheduler.connector is not None:
+        for request in reversed(list(scheduler.kv_holding_waiting)):
+            _release(scheduler, request)
+    return original(scheduler, reset_running_requests, *args, **kwargs)
+
+
+def _release(scheduler: Any, request: Any) -> None:
+    """Take the blocks of a request that waits, unless something is being loaded into them."""
+    if request.status.name == "WAITING_FOR_REMOTE_KVS":
+        if request.request_id not in scheduler.finished_recving_kv_req_ids:
+            return
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        scheduler._handle_blocked_waiting_request(request)  # which frees them
+    elif request.status.name in ("WAITING", "PREEMPTED"):
+        scheduler._free_request_blocks(request)
+        request.num_computed_tokens = 0
+    else:
+        return
+    scheduler.kv_holding_waiting.remove_request(request)
+    scheduler.deferred_waiting.discard(request)
+    scheduler.waiting.prepend_request(request)
