@@ -104,6 +104,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
+        has_others = bool(self._config.tiers) or self._config.sharing is not None
+        engine_config.refuse_lost_experts(vllm_config, has_others_blocks=has_others)
         self._hit_sources: list[Any] = []
         if self._config.sharing is not None:
             engine_config.require_shared_hashes(vllm_config, '"share": "node"')

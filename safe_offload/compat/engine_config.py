@@ -43,6 +43,33 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         )
 
 
+def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> None:
+    """Raise a ConfigError where a hit would need routed experts that vLLM keeps no more.
+
+    vLLM keeps those of as many blocks as it is told to, by itself those of the GPU's. A hit beyond
+    them ends the engine with a BlockObjectStoreError, up to 0.32; 0.33 has `cap_external_hit`.
+
+    Args:
+        vllm_config: of the engine.
+        has_others_blocks: another engine may have computed what is hit.
+    """
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    aux = vllm_config.aux_output_config
+    if hasattr(AuxOutputSchedulerConnector, "cap_external_hit") or not aux.enabled:
+        return
+    fix = "write --aux-output-config.max_bytes, enough for the blocks of the host"
+    if has_others_blocks:
+        fix = 'remove "tiers" and "share"'
+    elif aux.max_bytes is not None:
+        return
+    raise ConfigError(
+        "--enable-return-routed-experts: this vLLM keeps the experts of as many blocks as the GPU "
+        "has, and a hit that needs those of others ends the engine with a BlockObjectStoreError. "
+        f"Fix: use vLLM 0.33, or {fix}."
+    )
+
+
 def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
     """Return whether anything could be hit; `tell` logs why not, which one process should."""
     if not vllm_config.cache_config.enable_prefix_caching:

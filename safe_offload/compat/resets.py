@@ -1,9 +1,10 @@
 """Lets vLLM reset its prefix cache although requests wait for loads.
 
 A reset that preempts what runs (`reset_running_requests`, a pause that keeps requests) fails if a
-request waits: vLLM preempts only what runs, and who waits keeps blocks that it got for a load. So
-before vLLM looks, the engine is stepped, with nothing new scheduled, until the loads have ended,
-and who waited gives his blocks back, as after a load that failed as a whole.
+request waits for a load, since vLLM preempts only what runs, and while steps are in flight, since
+with a connector what they use is freed when they have ended. So before vLLM looks, the engine is
+stepped, with nothing new scheduled, until both have ended, and requests that waited give their
+blocks back, as after a load that failed as a whole.
 
 Source: vLLM 0.31 to 0.33, EngineCore.reset_prefix_cache of v1/engine/core.py;
 Scheduler._handle_blocked_waiting_request and _update_waiting_for_remote_kv of v1/core/sched.
@@ -18,8 +19,8 @@ from typing import Any, Final
 
 from safe_offload.compat.wrapping import wrap
 
-LOADS_END_WITHIN_S: Final = 30.0
-"""A load that takes longer has the reset refused, as without this."""
+SETTLES_WITHIN_S: Final = 30.0
+"""If a load or a step takes longer, vLLM refuses the reset."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -29,11 +30,11 @@ def allow_resets_under_loads() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    wrap(EngineCore, "reset_prefix_cache", _after_loads)
+    wrap(EngineCore, "reset_prefix_cache", _when_settled)
     wrap(Scheduler, "reset_prefix_cache", _after_release)
 
 
-def _after_loads(
+def _when_settled(
     original: Callable[..., bool],
     engine_core: Any,
     /,
@@ -43,28 +44,30 @@ def _after_loads(
 ) -> bool:
     if reset_running_requests:
         try:
-            _end_loads(engine_core)
+            _settle(engine_core)
         except Exception:
-            logger.exception("Loads could not be ended before a reset of the prefix cache")
+            logger.exception("Loads in flight may make vLLM refuse to reset its prefix cache")
     return original(engine_core, reset_running_requests, *args, **kwargs)
 
 
-def _end_loads(engine_core: Any) -> None:
-    """Step the engine until no request of its scheduler waits for a load that is under way."""
+def _settle(engine_core: Any) -> None:
+    """Step the engine until no load and no step of it is in flight."""
+    step = getattr(engine_core, "_process_engine_step", None)
     scheduler = engine_core.scheduler
-    if not (hasattr(engine_core, "_process_engine_step") and _num_loading(scheduler)):
-        return  # what steps an engine in its own process wants the outputs itself
-    state, deadline_s = scheduler.pause_state, monotonic() + LOADS_END_WITHIN_S
+    if step is None or scheduler.connector is None or not _is_in_flight(engine_core):
+        return  # whoever steps an engine in his own process wants the outputs himself
+    state, deadline_s = scheduler.pause_state, monotonic() + SETTLES_WITHIN_S
     scheduler.set_pause_state(type(state).PAUSED_ALL)
     try:
-        while _num_loading(scheduler) and monotonic() < deadline_s:
-            engine_core._process_engine_step()
+        while _is_in_flight(engine_core) and monotonic() < deadline_s:
+            step()
     finally:
         scheduler.set_pause_state(state)
 
 
-def _num_loading(scheduler: Any) -> int:
-    return sum(
+def _is_in_flight(engine_core: Any) -> bool:
+    scheduler = engine_core.scheduler
+    return bool(engine_core.batch_queue) or any(
         request.status.name == "WAITING_FOR_REMOTE_KVS"
         and request.request_id not in scheduler.finished_recving_kv_req_ids
         for request in scheduler.kv_holding_waiting

@@ -88,6 +88,7 @@ class EngineCore(Stepper):
         self.mutate_outputs: list[MutateOutputs] = []
         self.before_update: list[Callable[[Batch], None]] = []
         self.num_steps = 0
+        self.process_engine_step: Callable[[], object] = self.step
         self._hosts: dict[int, Host] = self.node.hosts if self.node is not None else {}
         """Host memory and its checksums, by the first of the ranks that have it."""
         self.stores = stores
@@ -269,6 +270,14 @@ class EngineCore(Stepper):
             self._finish_step(self.queue.popleft())
         self.findings.raise_first()
         return scheduled
+
+    @property
+    def batch_queue(self) -> deque[Batch]:
+        return self.queue
+
+    def _process_engine_step(self) -> None:
+        """Go on, as vLLM's engine is asked to by the connector before a reset."""
+        self.process_engine_step()
 
     def _schedule(self) -> Batch:
         output = self.schedule()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore as VllmEngineCore
 
 from safe_offload.errors import InvariantError
 from tests.simulator.chance import Chance
@@ -102,6 +103,7 @@ class Run:
             engine=place.number,
             node=place.node,
         )
+        self.core.process_engine_step = self._step
         self.checkers = Checkers(self.core)
         self.earnings = Earnings(self.core, self.checkers.ledger)
         self.trace = Trace(self.core, place.lines, place.label)
@@ -164,10 +166,7 @@ class Run:
             self._faults.before_step(self._now)
             self._abort(self._moments.before_schedule())
             if core.has_work:
-                batch = core.step()
-                self.trace.step(batch)
-                self.earnings.after_step()
-                self.checkers.after_step()
+                self._step()
             self._check_answers()
             yield
         self._check_answers()
@@ -177,6 +176,11 @@ class Run:
         self.checkers.after_drain()
         if self._is_faultless:
             self.checkers.progress.check_all_went_well()
+
+    def _step(self) -> None:
+        self.trace.step(self.core.step())
+        self.earnings.after_step()
+        self.checkers.after_step()
 
     def _outlive_pins(self) -> None:
         """Go on once more when the time of all pins is over."""
@@ -243,16 +247,9 @@ class Run:
 
     def _reset(self, reset: Reset) -> None:
         try:
-            self.core.scheduler.reset_prefix_cache(
-                reset_running_requests=reset.running, reset_connector=reset.connector
-            )
+            VllmEngineCore.reset_prefix_cache(self.core, reset.running, reset.connector)
         except RuntimeError as error:
-            # vLLM refuses it while a load of a request is under way, and answers so to the caller.
-            if "waiting for remote KV transfer" not in str(error):
-                raise
-            if reset.is_paused:
-                raise Finding("I7", "vLLM refused a reset of an idle engine") from error
-            self.trace.note("  refused by vLLM", "refused", reset.name)
+            raise Finding("I7", f"vLLM refused a reset: {error}") from error
 
     def _load_while_computing(self, _: Batch) -> None:
         self._load_due(is_computing=True)
