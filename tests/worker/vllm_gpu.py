@@ -263,7 +263,7 @@ class GraphManager(v2.ModelCudaGraphManager):
     """vLLM's V2 graphs; it enters `torch.cuda.graph` around a forward."""
 
     def __init__(self, vllm_config: Any, *_: Any, **__: Any) -> None:
-        self.vllm_config, self.device, self.pool = vllm_config, torch.device("cpu"), None
+        self.vllm_config, self.device, self.pool = vllm_config, torch.device("cpu"), (0, 0)
         self.ubatch_runner = self._max_full_descs_to_capture = self._capture_mem_samples = None
         self.breakable_cg_runner, self.use_breakable_cg = None, False
         self.graphs, self._graphs_captured = {}, False
@@ -319,8 +319,9 @@ class RunnerV2(Runner, v2.GPUModelRunner):
         return found
 
     def forget_graphs(self) -> None:
-        """Let the next `capture_model` capture again."""
-        self.cudagraph_manager.release_graphs()
+        """Let the next `capture_model` capture again; vLLM 0.31 has no call for it."""
+        manager = self.cudagraph_manager
+        manager.graphs, manager._graphs_captured = {}, False
 
     def _dummy_run(self, num_tokens: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         self.machine.trace.append("dummy run")
