@@ -108,7 +108,8 @@ PROBES_VLLM = {
 
 FIELDS_OF_VLLM = {
     *("finished_recving", "finished_sending", "kv_transfer_config", "block_size"),
-    *("max_num_batched_tokens", "num_gpu_blocks", "policy", "rank", "world_size"),
+    *("max_num_batched_tokens", "num_computed_tokens", "num_gpu_blocks", "policy", "rank"),
+    "world_size",
 }
 """Fields of vLLM's objects that we set, and that classes of ours have too."""
 

@@ -1,12 +1,17 @@
-"""What an engine's configuration says: ranks, steps, hashes, and what cannot be used with us."""
+"""What an engine's configuration says: ranks, steps, hashes, what cannot be used with us.
+
+Also what gives the bytes of a block their meaning, for the namespace of tiers.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.v1.core import kv_cache_utils
 
 from safe_offload.compat import specs
@@ -182,3 +187,30 @@ def num_ranks_on_host(parallel: Any) -> int:
     """Return how many workers take memory of this machine, of all data-parallel engines on it."""
     num_ranks = getattr(parallel, "local_world_size", parallel.world_size)
     return int(num_ranks) * max(1, int(parallel.data_parallel_size_local))
+
+
+def variable_names() -> tuple[str, ...]:
+    """Return the environment variables that vLLM knows."""
+    return tuple(envs.environment_variables)
+
+
+def cache_root() -> str:
+    """Return the folder where vLLM keeps what it makes and needs again."""
+    return str(envs.VLLM_CACHE_ROOT)
+
+
+def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str, str]:
+    """Return by layer how attention keeps its keys and values; the model must have been loaded.
+
+    Some CPUs have layouts of their own (vLLM 0.32.0, v1/attention/backends/cpu_attn.py, `isa`).
+    """
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    facts = {}
+    for name in layer_names:
+        layer = layers.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        told = [type(layer).__name__, "" if backend is None else f"{backend.get_name()}"]
+        for field in ("kv_cache_dtype", "_k_scale_float", "_v_scale_float", "isa"):
+            told.append(f"{getattr(layer, field, '')}")
+        facts[name] = " ".join(told)
+    return facts

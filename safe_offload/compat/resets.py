@@ -55,7 +55,7 @@ def _settle(engine_core: Any) -> None:
     step = getattr(engine_core, "_process_engine_step", None)
     scheduler = engine_core.scheduler
     if step is None or scheduler.connector is None or not _is_in_flight(engine_core):
-        return  # whoever steps an engine in his own process wants the outputs himself
+        return  # a client in the engine's process steps it itself, and needs the outputs
     state, deadline_s = scheduler.pause_state, monotonic() + SETTLES_WITHIN_S
     scheduler.set_pause_state(type(state).PAUSED_ALL)
     try:

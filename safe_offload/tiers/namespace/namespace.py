@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from safe_offload.compat import engine_config, model_facts, specs
+from safe_offload.compat import engine_config, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.layout import Geometry, Segment
@@ -84,7 +84,7 @@ class NamespaceFacts:
     def learn(self, is_cancelled: Callable[[], bool]) -> Learned | None:
         """Return what the files hold, None if cancelled; it takes as long as reading them."""
         begin_s = time.monotonic()
-        digests = FileDigests(os.path.join(model_facts.cache_root(), KEPT_FOLDER))
+        digests = FileDigests(os.path.join(engine_config.cache_root(), KEPT_FOLDER))
         facts: dict[str, str] = {}
         doubts: list[Doubt] = []
         num_files = size_bytes = read_bytes = 0
@@ -120,7 +120,7 @@ def namespace_facts_of(
 
     `copy_rank` is the first of the ranks that hold the same.
     """
-    facts, named, unclear = engine_facts(vllm_config, model_facts.variable_names())
+    facts, named, unclear = engine_facts(vllm_config, engine_config.variable_names())
     doubts = [Doubt(f"{path} cannot be compared with another engine's") for path in unclear]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         text = "its KV scales follow from the first requests that it serves"
@@ -128,7 +128,7 @@ def namespace_facts_of(
     layers = specs.layer_segments(kv_cache_config)
     places = sorted({(layer, *_place(geometry, segment)) for layer, segment in layers})
     names = dict.fromkeys(layer for layer, *_ in places)
-    attention = model_facts.layer_facts(vllm_config, names)
+    attention = engine_config.layer_facts(vllm_config, names)
     facts |= {
         "model": facts["model_config.model"].strip('"'),
         "model_runner": "V2" if engine_config.uses_v2_model_runner(vllm_config) else "V1",

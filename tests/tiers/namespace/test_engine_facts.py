@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.tiny_models import write_tiny_model
-from safe_offload.compat import model_facts
+from safe_offload.compat import engine_config
 from safe_offload.tiers.namespace.engine_facts import (
     IGNORED,
     IGNORED_VARIABLES,
@@ -126,7 +126,7 @@ def other_than(value: Any) -> Any:
 
 
 def facts_of(config: Any) -> EngineFacts:
-    return engine_facts(config, model_facts.variable_names())
+    return engine_facts(config, engine_config.variable_names())
 
 
 def test_every_field_counts_or_is_in_the_list_with_its_reason(config):
@@ -165,7 +165,7 @@ def test_each_field_of_this_vllm_was_looked_at():
 
     A field that is not known counts all the same.
     """
-    assert set(model_facts.variable_names()) == set(envs.environment_variables)
+    assert set(engine_config.variable_names()) == set(envs.environment_variables)
     known = set(KNOWN_FIELDS.read_text().split())
     found = {f"{cls.__name__}.{name}" for cls, name in FIELDS}
     assert found <= known, sorted(found - known)

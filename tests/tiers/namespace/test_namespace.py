@@ -15,7 +15,7 @@ from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from examples.tiny_models import write_tiny_model
-from safe_offload.compat import model_facts, specs
+from safe_offload.compat import engine_config, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
 from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts, namespace_facts_of
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def config(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_facts, "cache_root", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(engine_config, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
     config.model_config.model = config.model_config.tokenizer = str(model)
     return config
