@@ -53,6 +53,10 @@ class SharingError(SafeOffloadError):
     """Ranks that hold the same KV cache cannot keep one copy of it; each keeps one of its own."""
 
 
+class StalledError(SharingError):
+    """Another process holds what is waited for, and does not go on: it may have been stopped."""
+
+
 class InvariantError(SafeOffloadError):
     """One of the promises "I1" to "I14" does not hold: a defect of safe_offload itself."""
 

@@ -9,33 +9,36 @@ until they are removed or the machine restarts.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 import mmap
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from safe_offload.errors import SharingError
+from safe_offload.errors import SharingError, StalledError
 from safe_offload.node.locks import Locks
 from safe_offload.node.table import NEW, Table, make_file
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 BASE: Final = Path("/dev/shm")
 TABLE: Final = "table"
 ABOUT: Final = "about"
 _PART: Final = re.compile(rf"{TABLE}|{ABOUT}|{NEW}|rank\d+")
 LAST_BYTES: Final = mmap.PAGESIZE
-MAKING_TIMEOUT_S: Final = 900.0
-"""How long an engine waits while another makes a pool: its memory is taken page by page."""
+MAKING_TIMEOUT_S: Final = 10.0
+"""So long an engine waits for one that makes the pool and takes no page of memory meanwhile."""
+SAID_AFTER_S: Final = 1.0
 POLL_S: Final = 0.02
-_MAKING: Final = 1
-"""The place that is locked meanwhile."""
 
 
 def user_folder() -> Path:
@@ -102,13 +105,15 @@ def open_rank(wanted: Wanted) -> RankFile:
 
     Raises:
         SharingError: what is there cannot be used, or nothing can be made.
+        StalledError: another process makes the pool, and does not go on.
     """
     try:
-        base = _own_folder(user_folder())
-        with _making(base):
-            for unfinished in base.glob(f"*/{NEW}"):  # whoever made it was killed
-                unfinished.unlink(missing_ok=True)
-            return _open_rank(_own_folder(base / wanted.name), wanted)
+        folder = _own_folder(user_folder()) / wanted.name
+        with contextlib.closing(_locks_beside(folder)) as locks:
+            what, growth = f"the one that makes {folder}", lambda: _sizes_of(folder / NEW)
+            wait_for(locks, _place_of(folder), what, MAKING_TIMEOUT_S, growth)
+            _remove_unfinished(folder, locks)
+            return _open_rank(_own_folder(folder), wanted)
     except OSError as error:
         raise SharingError(f"{user_folder()}: {error}") from error
 
@@ -131,9 +136,11 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
     if is_new:
         if table.words.any():
             raise SharingError(f"{folder} has lost {path.name}; {_removal(folder)}")
-        if problem := room_problem(path.parent, free_bytes(path.parent), size_bytes):
+        # Others make pools at the same time, each below a lock of its own.
+        others_bytes = sum(map(_bytes_to_come, folder.parent.glob(f"*/{NEW}")))
+        if problem := room_problem(folder, free_bytes(folder) - others_bytes, size_bytes):
             raise SharingError(problem)
-        wanted.check(size_bytes)
+        wanted.check(size_bytes + others_bytes)
         # All of it now: a page that is missing later would end the process.
         make_file(path, size_bytes, {size_bytes - LAST_BYTES: last})
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -185,26 +192,66 @@ def require_own(path: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _making(base: Path) -> Iterator[None]:
-    """Be the only process that makes or removes pools of this user."""
-    locks = Locks(str(base / "lock"), make=True)
-    try:
-        if not wait_for(locks, _MAKING, MAKING_TIMEOUT_S):
-            raise SharingError(f"another engine has been making a pool in {base} for too long")
-        yield
-    finally:
-        locks.close()
+def _locks_beside(folder: Path) -> Locks:
+    return Locks(str(folder.parent / "lock"), make=True)
 
 
-def wait_for(locks: Locks, place: int, timeout_s: float) -> bool:
-    """Lock a place when nobody else holds it any more; False if that takes too long."""
-    deadline_s = time.monotonic() + timeout_s
+def _place_of(folder: Path) -> int:
+    """Return what is locked while a pool is made, opened or removed; of each another place."""
+    return int.from_bytes(hashlib.sha256(folder.name.encode()).digest()[:4])
+
+
+def _remove_unfinished(folder: Path, locks: Locks) -> None:
+    """Remove what killed processes were making; the place of a folder's pool is held."""
+    for new in folder.parent.glob(f"*/{NEW}"):
+        place = _place_of(new.parent)
+        if locks.take(place):
+            new.unlink(missing_ok=True)
+            if place != _place_of(folder):
+                locks.give(place)
+
+
+def _sizes_of(path: Path) -> tuple[int, int]:
+    """Return how large a file will be, and how much of it is there; 0 without a file."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        return found.st_size, found.st_blocks * 512
+    return 0, 0
+
+
+def _bytes_to_come(path: Path) -> int:
+    size_bytes, taken_bytes = _sizes_of(path)
+    return max(0, size_bytes - taken_bytes)
+
+
+def wait_for(
+    locks: Locks,
+    place: int,
+    what: str,
+    patience_s: float,
+    progress: Callable[[], object] = lambda: None,
+) -> None:
+    """Lock a place when nobody else holds it any more; after a second it is logged.
+
+    Args:
+        what: is waited for.
+        progress: differs from before when whoever holds the place has gone on.
+
+    Raises:
+        StalledError: nothing has gone on for so long.
+    """
+    begin_s = gone_on_s = time.monotonic()
+    seen, is_said = progress(), False
     while not locks.take(place):
-        if time.monotonic() > deadline_s:
-            return False
+        now_s = time.monotonic()
+        if (found := progress()) != seen:
+            seen, gone_on_s = found, now_s
+        if now_s - gone_on_s > patience_s:
+            raise StalledError(f"{what} has not gone on for {patience_s:g} s")
+        if now_s - begin_s > SAID_AFTER_S and not is_said:
+            logger.info("Waiting for another process: %s. It may have been stopped.", what)
+            is_said = True
         time.sleep(POLL_S)
-    return True
 
 
 def _removal(folder: Path) -> str:
@@ -256,7 +303,10 @@ def remove_pool(path: Path, *, is_dry: bool = False) -> str:
     Raises:
         SharingError: others can write where it is.
     """
-    with _making(require_own(user_folder())):
+    require_own(path.parent)
+    with contextlib.closing(_locks_beside(path)) as locks:
+        if not locks.take(_place_of(path)):
+            return "is being made, opened or removed by another process"
         pool = _look_at(path)
         if pool.num_engines:
             return f"is in use by {pool.num_engines} engine{'s' if pool.num_engines > 1 else ''}"

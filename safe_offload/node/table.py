@@ -416,6 +416,7 @@ def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        os.truncate(fd, size_bytes)  # first: others see how much will be taken
         os.posix_fallocate(fd, 0, size_bytes)
         for at, data in content.items():
             os.pwrite(fd, data, at)

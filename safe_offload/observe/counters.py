@@ -110,6 +110,7 @@ class Count(Series, enum.ReprEnum):
     BORROWED_BLOCKS = "borrowed_blocks", "Blocks of other engines' slots, each time one is leased."
     LOST_BLOCKS = "lost_blocks", "Blocks that other engines overwrote before they were borrowed."
     DAMAGED_ENTRIES = "damaged_entries", "Entries of the table of a shared pool that cannot be."
+    POOL_STALLS = "pool_stalls", "Times that another process kept this engine from a shared pool."
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
 
 

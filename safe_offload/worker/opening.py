@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
-from safe_offload.errors import ConfigError, SharingError
+from safe_offload.errors import ConfigError, SharingError, StalledError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.node.pools import Wanted
 from safe_offload.threads import on_other_cores
@@ -60,6 +60,11 @@ NOT_SHARED = (
 ALONE_HERE = (
     "The host cache of rank %d is not shared with other engines of this machine: %s. Files of the "
     "model must not change while an engine starts, and the settings must say all that it computes."
+)
+
+STALLED = (
+    "The host cache of rank %d is not shared with other engines of this machine: %s. Fix: end or "
+    "continue that process (`ps -eo pid,stat,args` has a T for stopped ones), restart this engine."
 )
 
 
@@ -109,12 +114,21 @@ class Opening:
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
         """Take the host memory, start the transfers, and return them if a way to copy is right.
 
+        Where another process holds up a pool, the memory is this engine's alone.
+
         Args:
             kv_caches: by layer name, at least one; views of one storage.
 
         Raises:
             ConfigError: the layout is not supported, or the memory is not to be had.
         """
+        try:
+            return self._open(kv_caches)
+        except StalledError as error:
+            logger.warning(STALLED, self.rank, error)
+        return replace(self, config=replace(self.config, sharing=None))._open(kv_caches)
+
+    def _open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
         storage, device = storage_of(kv_caches)
         geometry = make_geometry(
             specs.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
@@ -131,7 +145,12 @@ class Opening:
             test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
             with backend.undisturbed(), contextlib.ExitStack() as stack:
                 if pool is not None:
-                    free = stack.enter_context(pool.tests(share.index))
+                    try:
+                        free = stack.enter_context(pool.tests(share.index))
+                    except StalledError:
+                        transfers.close()
+                        pool.close()
+                        raise
                     slots = share.part(len(free))
                 is_right = test.run(slots=slots)
             if not is_right:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from safe_offload.config.units import format_bytes
-from safe_offload.errors import ConfigError, SharingError
+from safe_offload.errors import ConfigError, SharingError, StalledError
 from safe_offload.node.locks import TESTS
 from safe_offload.node.pools import RankFile, Wanted, open_rank, user_folder, wait_for
 from safe_offload.node.table import reserved_slots
@@ -44,14 +44,10 @@ class PoolMemory:
             index: of this rank among those that share the memory.
 
         Raises:
-            ConfigError: others have been testing for too long.
+            StalledError: others have been testing for too long.
         """
-        place = TESTS + self._rank + index
-        if not wait_for(self._file.locks, place, TEST_TIMEOUT_S):
-            raise ConfigError(
-                f"another engine has been testing its copies in {self.facts.place[0]} for "
-                f"{TEST_TIMEOUT_S:g} s. Fix: end the one that hangs."
-            )
+        place, folder = TESTS + self._rank + index, self.facts.place[0]
+        wait_for(self._file.locks, place, f"the one that tests copies in {folder}", TEST_TIMEOUT_S)
         try:
             yield range(reserved_slots(self.num_slots))
         finally:
@@ -67,10 +63,13 @@ def open_pool(wanted: Wanted) -> PoolMemory:
 
     Raises:
         ConfigError: the pool cannot be used, or made.
+        StalledError: another process makes it, and does not go on.
     """
     begin_s = time.monotonic()
     try:
         file = open_rank(wanted)
+    except StalledError:
+        raise
     except SharingError as error:
         raise ConfigError(f'"share": "node": the host cache cannot be shared: {error}.') from error
     folder = user_folder() / wanted.name

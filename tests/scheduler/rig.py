@@ -12,6 +12,7 @@ from tests.simulator.device import CopyFault
 from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.model_runner import Batch
+from tests.simulator.node import Node
 from tests.simulator.vllm_setup import EngineShape
 
 MakeRig = Callable[..., "Rig"]
@@ -21,13 +22,20 @@ MakeRig = Callable[..., "Rig"]
 class Rig(EngineCore):
     """An engine that is stepped by hand, and whose invariants are checked after each step.
 
-    `seed`, `copy_ticks_max`: see `EngineCore`; a step has about six ticks; `shape`: fields of
-    `EngineShape`.
+    `seed`, `copy_ticks_max`, `node`: see `EngineCore`; a step has about six ticks; `shape`: fields
+    of `EngineShape`.
     """
 
-    def __init__(self, *, seed: int = 0, copy_ticks_max: int = 0, **shape: Any) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        copy_ticks_max: int = 0,
+        node: Node | None = None,
+        **shape: Any,
+    ) -> None:
         shape["extra"] = {"check_invariants": True, **shape.get("extra", {})}
-        super().__init__(EngineShape(**shape), seed, copy_ticks_max=copy_ticks_max)
+        super().__init__(EngineShape(**shape), seed, copy_ticks_max=copy_ticks_max, node=node)
         self.plans: list[StepPlan] = []
         self.devices = [worker.device for worker in self.workers]
         self.prompt = random_prompt

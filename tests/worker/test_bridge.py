@@ -16,7 +16,9 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from safe_offload.config.options import OffloadConfig
-from safe_offload.errors import ConfigError
+from safe_offload.errors import ConfigError, StalledError
+from safe_offload.node.locks import TESTS, Locks
+from safe_offload.node.pools import TABLE
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -34,13 +36,15 @@ from safe_offload.protocol import (
 )
 from safe_offload.tiers.namespace.namespace import NamespaceFacts
 from safe_offload.worker import opening as opening_module
+from safe_offload.worker import pool as pool_module
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.copies import cpu
 from safe_offload.worker.copies.base import CopyPath, Direction
-from safe_offload.worker.loop_thread import new_event_loop
+from safe_offload.worker.loop_thread import LoopThread, new_event_loop
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.opening import Opening, open_backend
 from safe_offload.worker.self_test import SelfTest
+from tests.node.engines import pools_in
 from tests.worker.fake_backend import PATIENCE_S, FakeBackend, transfer
 from tests.worker.memory.pools import is_closed
 from tests.worker.waiting import wait_until
@@ -710,3 +714,45 @@ def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(is_child,
     names = {"safe-offload-store_0", "safe-offload-load_0", "safe-offload-loop"}
     assert {entry for entry in started if entry[0] in names} == {(name, is_child) for name in names}
     worker.bridge.shutdown()
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """What a rank with `"share": "node"` opens, below a folder of the test's."""
+    worker = Worker(extra={"share": "node"}, rank=0)
+    opening = dataclasses.replace(
+        worker.opening, open_backend=open_backend, make_loop=LoopThread, hash_bytes=32
+    )
+    with pools_in(tmp_path):
+        yield lambda: opening.open(worker.caches)
+
+
+def test_an_engine_whose_neighbour_stopped_in_its_self_test_has_memory_of_its_own(
+    shared, monkeypatch, logged
+):
+    monkeypatch.setattr(pool_module, "TEST_TIMEOUT_S", 0.1)
+    first = shared()
+    assert first.pool is not None
+    locks = Locks(f"{first.pool.facts.place[0]}/{TABLE}")
+    locks.take(TESTS)
+    second = shared()
+    assert second.pool is None
+    assert "has not gone on for 0.1 s. Fix: end or continue that process" in logged[0].getMessage()
+    locks.close()
+    third = shared()
+    assert third.pool is not None
+    for opened in (first, second, third):
+        assert opened.transfers.close()
+
+
+def test_an_engine_whose_neighbour_stopped_while_it_made_the_pool_has_memory_of_its_own(
+    shared, monkeypatch, logged
+):
+    def stalled(wanted):
+        raise StalledError("the one that makes it has not gone on")
+
+    monkeypatch.setattr(pool_module, "open_rank", stalled)
+    opened = shared()
+    assert opened.pool is None
+    assert "not shared with other engines" in logged[0].getMessage()
+    assert opened.transfers.close()

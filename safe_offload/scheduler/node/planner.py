@@ -29,6 +29,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 LOOK_S = 1.0
 """Between two looks for engines that have died."""
+STALLED_AFTER_S = 1.0
+"""So long another process keeps this engine from its slots before that is said."""
 TRIES_MAX = 8
 """Hits that others overwrite while they are leased, one after the other, before there is none."""
 
@@ -47,7 +49,8 @@ class NodePlanner(Planner):
     """A planner whose host slots are of a pool that other engines use, too.
 
     Its state beside that of `Planner`: what the ranks have said of their memory, blocks that only
-    this engine may find, and when it looks for dead engines again.
+    this engine may find, when it looks for dead engines again, and since when another process has
+    kept it from its slots.
     """
 
     make_stores = NodeStores
@@ -64,6 +67,8 @@ class NodePlanner(Planner):
         self._look_again_s = 0.0
         self._folder = ""
         self._num_damaged = 0
+        self._stalled_since_s: float | None = None
+        self._is_stalled = False  # and that was said
 
     def on_new_request(self, request: Request) -> RequestState:
         self.slots.wake()
@@ -97,7 +102,9 @@ class NodePlanner(Planner):
     def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
         slots = self.slots
         self._say_what_is_damaged()
-        if slots.wake() and slots.table is not None:
+        is_awake = slots.wake()
+        self._say_if_stalled(now_s, is_awake=is_awake)
+        if is_awake and slots.table is not None:
             slots.sync()
             slots.balance()
             if now_s >= self._look_again_s:
@@ -128,6 +135,24 @@ class NodePlanner(Planner):
         if table.lost:
             self._ranks.lose(
                 0, f"the shared host cache {self._folder} cannot be used: {table.lost}"
+            )
+
+    def _say_if_stalled(self, now_s: float, *, is_awake: bool) -> None:
+        """Count and log that another process keeps this engine from its slots: it computes."""
+        if is_awake:
+            if self._is_stalled:
+                logger.info("The shared host cache %s can be used again.", self._folder)
+            self._stalled_since_s, self._is_stalled = None, False
+        elif self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        elif not self._is_stalled and now_s - self._stalled_since_s >= STALLED_AFTER_S:
+            self._is_stalled = True
+            self._counters[Count.POOL_STALLS] += 1
+            logger.warning(
+                "Another process keeps this engine from its slots in the shared host cache %s, so "
+                "it computes meanwhile. Fix: end or continue that process; it may have been "
+                "stopped (`ps -eo pid,stat,args` has a T for those).",
+                self._folder,
             )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
