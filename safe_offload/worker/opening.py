@@ -258,7 +258,12 @@ class Opening:
         self, geometry: Geometry, device: torch.device, share: Share
     ) -> PoolMemory | None:
         first = self.rank - share.index
-        more = {"device": device.type, "ranks_per_copy": f"{share.count}"}
+        has_checksums = f"{bool(self.config.verify_every)}"  # all who store note them, or none
+        more = {
+            "device": device.type,
+            "ranks_per_copy": f"{share.count}",
+            "has_checksums": has_checksums,
+        }
         facts = self.namespace_facts_of(geometry, first)
         name, doubts = name_here(facts, more)
         if doubts:

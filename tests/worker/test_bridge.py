@@ -719,12 +719,16 @@ def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(is_child,
 @pytest.fixture
 def shared(tmp_path):
     """What a rank with `"share": "node"` opens, below a folder of the test's."""
-    worker = Worker(extra={"share": "node"}, rank=0)
-    opening = dataclasses.replace(
-        worker.opening, open_backend=open_backend, make_loop=LoopThread, hash_bytes=32
-    )
+
+    def open_rank(**extra):
+        worker = Worker(extra={"share": "node", **extra}, rank=0)
+        opening = dataclasses.replace(
+            worker.opening, open_backend=open_backend, make_loop=LoopThread, hash_bytes=32
+        )
+        return opening.open(worker.caches)
+
     with pools_in(tmp_path):
-        yield lambda: opening.open(worker.caches)
+        yield open_rank
 
 
 def test_an_engine_whose_neighbour_stopped_in_its_self_test_has_memory_of_its_own(
@@ -756,3 +760,11 @@ def test_an_engine_whose_neighbour_stopped_while_it_made_the_pool_has_memory_of_
     assert opened.pool is None
     assert "not shared with other engines" in logged[0].getMessage()
     assert opened.transfers.close()
+
+
+def test_engines_that_note_checksums_share_no_slots_with_those_that_note_none(shared):
+    opened = {verify: shared(verify=verify) for verify in ("off", "load", "sample:4")}
+    places = {verify: each.pool.facts.place for verify, each in opened.items()}
+    assert places["off"] != places["load"] == places["sample:4"]
+    for each in opened.values():
+        assert each.transfers.close()
