@@ -10,12 +10,14 @@ A label is the operator's word for a tenant, and all that is shown of it: a salt
 import hashlib
 import json
 import logging
+import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from safe_offload.errors import ConfigError
 
@@ -37,6 +39,7 @@ _WAYS: Final = {
     "prefix": re.compile(r".+", re.DOTALL),
     "salt_sha256": re.compile(r"[0-9a-f]{64}", re.ASCII),
 }
+_WORDS: Final = {"default", "guaranteed", "share", *_WAYS}
 _EXAMPLE: Final = '{"default": "20%", "guaranteed": {"chat": {"share": "30%", "prefix": "chat-"}}}'
 
 
@@ -108,7 +111,9 @@ def parse(text: bytes | None) -> Tenants:
     if text is None:
         _refuse("it cannot be read")
     try:
-        written = json.loads(text)
+        written = json.loads(text, object_pairs_hook=_object)
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         place = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
         _refuse(f"this is not JSON{place}")
@@ -139,6 +144,17 @@ def parse(text: bytes | None) -> Tenants:
     if (total := sum(shares)) > WHOLE:
         _refuse(f"the shares are {total / 100:g}% together, more than 100%")
     return Tenants(tuple(labels), tuple(shares), salts)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; refuse one that has a key twice, of which the last would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        is_label = _LABEL.fullmatch(twice) and isinstance(found[twice], dict)  # else maybe a salt
+        shown = f'"{twice}"' if is_label or twice in _WORDS else "a key"
+        _refuse(f"{shown} is there twice, write it once")
+    return found
 
 
 def _share(what: str, value: object) -> int:
@@ -195,7 +211,9 @@ class TenantsFile:
 
     def _read(self) -> bytes | None:
         try:
-            with self._path.open("rb") as file:
+            # Without a wait for the other end of a pipe, which has no text then.
+            file_fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(file_fd, "rb") as file:
                 return file.read(MAX_FILE_BYTES)
         except OSError:
             return None

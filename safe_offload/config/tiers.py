@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,8 +61,9 @@ HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 
 
 def file() -> Kind:
-    """Return the kind of the path of a file."""
-    return _path("the absolute path of a file", "/run/secrets/{key}")
+    """Return the kind of the path of a file; to open a pipe there would wait for its other end."""
+    what = "the absolute path of a file"
+    return _path(what, "/run/secrets/{key}", problem_of=_no_file)
 
 
 def directory() -> Kind:
@@ -71,14 +72,21 @@ def directory() -> Kind:
     return _path(what, "/mnt/nvme/kv", f"{what}, but not /")
 
 
-def _path(what: str, example: str, allowed: str = "") -> Kind:
+def _no_file(path: str) -> str:
+    is_other = os.path.exists(path) and not os.path.isfile(path)
+    return "what is there is not a regular file" if is_other else ""
+
+
+def _path(
+    what: str, example: str, allowed: str = "", problem_of: Callable[[str], str] = lambda path: ""
+) -> Kind:
     """Return the kind of a path; `{key}` in the example stands for the key."""
 
     def read(key: str, value: object) -> str:
         fix = f'write "{key}": "{example.format(key=key)}"'
         if not isinstance(value, str):
             refuse(key, value, "this is not a string", allowed or what, fix)
-        if problem := problem_of_path(value):
+        if problem := problem_of_path(value) or problem_of(value):
             refuse(key, value, problem, allowed or what, fix)
         return os.path.normpath(value)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from typing import Any
 
 import pytest
@@ -58,6 +59,9 @@ BAD: dict[str, Any] = {
     "a salt as a key of a tenant": {"a": {"share": "30%", "prefix": SALT, SALT: 1}},
     "one prefix of two": {n: {"share": "1%", "prefix": SALT} for n in "ab"},
     "one salt of two": {n: {"share": "1%", "salt_sha256": DIGEST} for n in "ab"},
+    "a label twice": b'{"guaranteed": {"a": {"share": "1%%", "prefix": "%b"}, "a": {}}}'
+    % SALT.encode(),
+    "a salt twice": json.dumps({SALT: 1, "x": 1}).replace("x", SALT).encode(),
     "too much together": {n: {"share": "50.01%", "prefix": SALT + n} for n in "ab"},
     "too many": {f"t{n}": {"share": "0%", "prefix": f"{SALT}{n}"} for n in range(MAX_TENANTS + 1)},
 }
@@ -107,6 +111,16 @@ def test_a_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path):
     (tmp_path / "bad").write_text(SALT)
     with pytest.raises(ConfigError, match="not JSON at character 1"):
         TenantsFile(str(tmp_path / "bad"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not JSON"):
+        TenantsFile(str(tmp_path / "pipe"))
+
+
+def test_a_label_that_is_there_twice_is_named():
+    with pytest.raises(ConfigError, match='"chat" is there twice, write it once'):
+        parse(b'{"guaranteed": {"chat": {"share": "10%", "prefix": "a"}, "chat": {}}}')
+    with pytest.raises(ConfigError, match='"share" is there twice'):
+        parse(b'{"guaranteed": {"chat": {"share": "10%", "share": "20%", "prefix": "a"}}}')
 
 
 def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, package_log, monkeypatch):

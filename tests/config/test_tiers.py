@@ -1,5 +1,6 @@
 """What users write in `"tiers"`: what it means, and what is refused how."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,16 @@ def test_the_settings_of_servers_and_buckets():
         "rediss://kv", ttl_s=43200.0, num_connections=8, keep=True, **files
     )
     assert tier(url="s3://b", endpoint="http://minio:9000/").endpoint == "http://minio:9000"
+
+
+@pytest.mark.parametrize("key", ["password_file", "ca_file", "hmac_key_file"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_before_anyone_waits_for_it(tmp_path, key):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        message = refusal([{"url": "rediss://kv", key: str(path)}])
+        assert (
+            "what is there is not a regular file. Allowed: the absolute path of a file" in message
+        )
 
 
 # ---- several tiers -------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def _code_repositories(place: ModelPlace) -> list[str]:
     """Return the other repositories whose code the configurations of a model name."""
     found: set[bytes] = set()
     for name, path in find_files(place, since_ns=0)[1].items():
-        if name.endswith("config.json"):
+        if name.endswith("config.json") and os.path.isfile(path):
             with contextlib.suppress(OSError):
                 found.update(_FOREIGN_CODE.findall(Path(path).read_bytes()))
     return sorted(name.decode() for name in found)
