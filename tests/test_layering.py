@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": (),
     "compat": ("config", "layout"),
     "observe": ("config", "protocol", "sides"),
-    "start": ("compat", "config", "worker/memory"),
+    "start": ("compat", "config", "started", "worker/memory"),
     "scheduler": (
         "compat",
         "config",
@@ -73,7 +73,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "worker/memory": ("config", "layout", "observe", "protocol"),
     "worker/copies": ("config", "layout", "protocol", "threads", "worker/memory"),
     "tiers": ("config", "threads"),
-    "tiers/namespace": ("compat", "config", "layout"),
+    "tiers/namespace": ("compat", "config", "layout", "started"),
 }
 """What each folder imports beside itself and errors: see the folder's own first lines."""
 
@@ -271,7 +271,7 @@ def test_settings_and_layout_do_without_torch_and_vllm():
 
 def test_what_vllm_loads_in_every_process_is_light():
     assert _loaded_elsewhere("start/plugin.py", "start/", "config/") == {
-        *("__init__.py", "errors.py", "compat/__init__.py"),
+        *("__init__.py", "errors.py", "started.py", "compat/__init__.py"),
         *("compat/media_ids.py", "compat/whole_blocks.py", "compat/wrapping.py"),
     }
     for name in _loaded_with("start/plugin.py"):

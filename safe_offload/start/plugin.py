@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from safe_offload import started  # noqa: F401  # it looks at the clock now, before a model loads
 from safe_offload.compat.media_ids import wrap_hashes, wrap_requests
 from safe_offload.compat.whole_blocks import wrap_worker
 from safe_offload.compat.wrapping import is_wrapped, when_imported, wrap

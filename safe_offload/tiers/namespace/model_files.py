@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from safe_offload.started import process_started_ns
 from safe_offload.tiers.namespace.kept_digests import Cancelled, KeptDigests, Stamp
 
 NOT_READ: Final = {
@@ -185,17 +186,6 @@ def _snapshot(place: ModelPlace, listing: _Listing) -> str:
             listing.doubts.append(_changed(str(ref)))
     folder = repo / "snapshots" / revision
     return str(folder) if folder.is_dir() else ""
-
-
-def process_started_ns() -> int:
-    """Return when this process was started, by the clock that files are stamped with.
-
-    Linux gives the tick in which it was. The end of that is meant: no process loads a model in its
-    first tick, and a file that was written just before the start has not changed after it.
-    """
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) + 1
-    started_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started_ns)
 
 
 class FileDigests:

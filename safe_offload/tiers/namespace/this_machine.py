@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 
-from safe_offload.tiers.namespace.model_files import find_files, process_started_ns
+from safe_offload.started import process_started_ns
+from safe_offload.tiers.namespace.model_files import find_files
 from safe_offload.tiers.namespace.namespace import NamespaceFacts
 
 

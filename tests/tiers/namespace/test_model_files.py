@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from safe_offload.started import process_started_ns
 from safe_offload.tiers.namespace import kept_digests, model_files
 from safe_offload.tiers.namespace.model_files import (
     NOT_ENTERED,
@@ -31,7 +32,6 @@ from safe_offload.tiers.namespace.model_files import (
     FileDigests,
     Found,
     ModelPlace,
-    process_started_ns,
 )
 from tests.fresh_process import start
 from tests.stopping import stop
@@ -764,7 +764,7 @@ def test_each_change_after_the_start_is_a_doubt(model, kept, tmp_path):
 
 def test_what_was_written_just_before_the_start_has_not_changed_after_it(tmp_path):
     """Linux says in which hundredth of a second a process started, and it may be the same."""
-    script = f"from {model_files.__name__} import process_started_ns as f; print(f())"
+    script = f"from {process_started_ns.__module__} import process_started_ns as f; print(f())"
     for number in range(5):
         (tmp_path / f"{number}").touch()
         shown = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True)
@@ -849,6 +849,16 @@ def test_links_in_a_circle_of_folders_end(model, kept):
     (model / "below" / "up").symlink_to("..")
     found = digest(kept, model)
     assert (found.num_files, found.doubts) == (4, ())
+
+
+@pytest.mark.parametrize("by_s", [3600, -3600])
+def test_a_clock_that_is_set_does_not_hide_that_a_file_changed(model, kept, monkeypatch, by_s):
+    """What was written in this test was so after this process started."""
+    clock = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + by_s * 1_000_000_000)
+    found = FileDigests(str(kept)).digest(ModelPlace(str(model)), lambda: False)
+    assert found is not None
+    assert found.doubts != ()
 
 
 def test_doubts_are_few_and_printable(tmp_path, kept):
