@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from safe_offload.errors import ConfigError
-from safe_offload.observe.counters import of_tenant
+from safe_offload.observe.counters import Count, of_tenant
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
@@ -139,3 +139,33 @@ def test_whom_no_slot_can_become_free_for_is_not_kept_waiting_for_tiers(tmp_path
     assert rig.counts["fetched_blocks"] == 8
     for each in (first, rig):
         each.close()
+
+
+def test_pins_keep_no_tenant_from_what_it_is_guaranteed(make_rig, tmp_path):
+    """Nor do those that were there when more was guaranteed to it."""
+    path = tmp_path / "tenants.json"
+    path.write_bytes(text_of(batch="40%"))  # 16 slots, 4 for all others, 20 for nobody
+    rig = make_rig(num_slots=40, num_blocks=40, extra={"tenants": str(path), "pin_share": 0.9})
+    rig.start()
+    for index in range(9):
+        rig.kv_transfer_params = {"pin_s": 600}
+        ask(rig, f"pin {index}", "nobody", seed=10 + index)
+    assert rig.planner.pins.num_slots == 24
+    assert rig.counts[Count.UNPINNED_TOKENS] == (9 * 5 - 24) * BLOCK_TOKENS
+    rig.kv_transfer_params = None
+    for index in range(9):
+        ask(rig, f"of batch {index}", "batch", seed=30 + index)
+    assert slots_of(rig)["batch"] == 16
+    rig.planner.file.look(text_of(batch="70%"))  # 28
+    for index in range(9):
+        ask(rig, f"again of batch {index}", "batch", seed=50 + index)
+    assert rig.planner.pins.num_slots <= 12
+    assert slots_of(rig)["batch"] >= 28
+    for index in range(9):
+        rig.kv_transfer_params = {"pin_s": 600}
+        ask(rig, f"pin of batch {index}", "batch", seed=70 + index)
+    assert rig.planner.pins.num_slots <= 36
+    rig.planner.reset_cache()
+    rig.kv_transfer_params = {"pin_s": 600}
+    ask(rig, "after a reset", "nobody", seed=90)
+    assert rig.planner.pins.num_slots == 5

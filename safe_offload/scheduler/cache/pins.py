@@ -3,6 +3,7 @@
 A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
 its answer does, if the host has that. A block may be pinned while it is still being stored. All
 pins together hold at most a share of the slots, and of a prompt that has not the room its head.
+With tenants see `TenantSlots.num_pinnable`.
 
 A request uses a pin if its prompt begins with what is pinned. The time of a pin begins anew when
 the last request that uses it has ended. Time is that of the last plan: nothing is evicted before
@@ -87,7 +88,7 @@ class Pins:
             block_size: of a hash, in tokens.
         """
         while (hit := find(end)) is not None:
-            num_over = self.num_slots - self.num_slots_max
+            num_over = -min(self.num_slots_max - self.num_slots, self._slots.num_pinnable)
             num_over += sum(slot not in self._counts for slot in dict.fromkeys(hit.slots))
             if num_over <= 0:
                 return hit.num_tokens, hit.slots
@@ -110,6 +111,7 @@ class Pins:
         slots = list(dict.fromkeys([*slots, *(old.lease.slots if old is not None else ())]))
         lease = self._leases.hold(LeaseKind.PIN, slots)
         self._counts.update(slots)
+        self._slots.pin(slots)
         if old is None:
             pin = self._pins[key] = Pin(key, lease, pin_s)
         else:
@@ -155,6 +157,10 @@ class Pins:
         if now_s >= self._due_s:
             self.remove([key for key, pin in self._pins.items() if pin.until_s <= now_s])
             self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
+        if self._slots.num_pinnable < 0:
+            for pin in sorted(self._pins.values(), key=lambda pin: pin.until_s):
+                if self._slots.must_unpin(pin.lease.slots):
+                    self.remove([pin.key])
         if self._used:
             for pin in self._used:
                 if pin.num_users:
@@ -174,6 +180,7 @@ class Pins:
         """The host has forgotten everything, or nothing is to be kept."""
         for pin in self._pins.values():
             pin.lease.release()
+        self._slots.unpin(self._counts)
         for state in (self._pins, self._counts, self._users, self._used):
             state.clear()
 
@@ -186,6 +193,7 @@ class Pins:
         for slot in slots:
             if not self._counts[slot]:
                 del self._counts[slot]
+                self._slots.unpin((slot,))
 
     def check_invariants(self) -> None:
         """Compare what is counted with what is leased.

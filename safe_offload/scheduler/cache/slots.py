@@ -88,6 +88,21 @@ class SlotPool:
     def serve(self, salt: str | None) -> None:
         """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
+    @property
+    def num_pinnable(self) -> int:
+        """How many more slots those that are served may pin; negative if they have too many."""
+        return self.num_usable
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """These are pinned from now on; see `TenantSlots`."""
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """These are pinned no more."""
+
+    def must_unpin(self, slots: Sequence[int]) -> bool:
+        """Whether pins of these slots keep from others what these are guaranteed."""
+        return False
+
     def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
         """Whether a request may store `count` blocks; see `EvictionPolicy.admits`."""
         num_evicted = count - self.num_empty

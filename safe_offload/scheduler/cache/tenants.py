@@ -118,7 +118,8 @@ class TenantPolicy(EvictionPolicy):
 class TenantSlots(SlotPool):
     """Host slots of tenants; `by_tenant` knows who asks for what is granted next.
 
-    Its state beside that of `SlotPool` and its policy: the tenants.
+    Its state beside that of `SlotPool` and its policy: the tenants, which slots are pinned, and how
+    many of each tenant.
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class TenantSlots(SlotPool):
         self.by_tenant = TenantPolicy(num_slots, directory.hashes, make)
         super().__init__(num_slots, directory, self.by_tenant, counters)
         self.tenants = Tenants()
+        self._pinned: set[int] = set()
+        self._num_pinned = [0]
 
     def use(self, tenants: Tenants) -> None:
         """From now on these are the tenants; those of the same label keep their slots."""
@@ -149,6 +152,35 @@ class TenantSlots(SlotPool):
         policy = self.by_tenant
         has_any = self.num_empty or policy.held[policy.asking] or max(policy.above) > 0
         return self.num_usable if has_any else 0
+
+    @property
+    def num_pinnable(self) -> int:
+        """See `SlotPool`; what is left of their share, and of what is guaranteed to nobody.
+
+        So whoever is below its guarantee can have all of it: pins of others are not in the way.
+        """
+        policy = self.by_tenant
+        left = [own - held for own, held in zip(policy.guaranteed, self._num_pinned, strict=True)]
+        num_free = self.num_usable - len(self._retired) - sum(policy.guaranteed)
+        num_free += sum(min(0, each) for each in left)
+        return num_free if num_free < 0 else num_free + max(0, left[policy.asking])
+
+    def pin(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if slot not in self._pinned:
+                self._pinned.add(slot)
+                self._num_pinned[self.by_tenant.owners[slot]] += 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        for slot in self._pinned.intersection(slots):
+            self._pinned.discard(slot)
+            self._num_pinned[self.by_tenant.owners[slot]] -= 1
+
+    def must_unpin(self, slots: Sequence[int]) -> bool:
+        """See `SlotPool`; those pay who have pinned more than their share."""
+        owners = {self.by_tenant.owners[slot] for slot in slots}
+        guaranteed = self.by_tenant.guaranteed
+        return self.num_pinnable < 0 and any(self._num_pinned[o] > guaranteed[o] for o in owners)
 
     def open(self, num_usable: int) -> None:
         super().open(num_usable)
@@ -193,15 +225,20 @@ class TenantSlots(SlotPool):
     def _recount(self) -> None:
         num_slots = self.num_usable - len(self._retired)
         self.by_tenant.held = self._held()
+        self._num_pinned = self._count_by_tenant(self._pinned)
         self.by_tenant.guaranteed = [s * num_slots // WHOLE for s in self.tenants.shares]
 
     def _held(self) -> list[int]:
         taken = set(range(self.num_usable - self._num_new)).difference(self._empty, self._retired)
-        found = Counter(map(self.by_tenant.owners.__getitem__, taken))
+        return self._count_by_tenant(taken)
+
+    def _count_by_tenant(self, slots: Iterable[int]) -> list[int]:
+        found = Counter(map(self.by_tenant.owners.__getitem__, slots))
         return [found[tenant] for tenant in range(len(self.tenants.labels))]
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
         """See `SlotPool`; also the books of the tenants."""
         super().check_invariants(leases)
-        if self._held() != self.by_tenant.held:
+        is_right = self._count_by_tenant(self._pinned) == self._num_pinned
+        if self._held() != self.by_tenant.held or not is_right:
             raise InvariantError("I8", "the tenants do not have what was granted for them")
