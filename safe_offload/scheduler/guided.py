@@ -130,7 +130,6 @@ class GuidedPlanner(Planner):
         def find(end: int) -> Any:
             return self._tiered_hits.find(hashes, 0, end, self._nowhere)
 
-        self.hits.slots.serve(request.cache_salt)
         size = geometry.hash_block_size
         num_pinned, slots = self.pins.cut(find, prompt_end, size)
         if not num_pinned:

@@ -3,7 +3,7 @@
 A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
 its answer does, if the host has that. A block may be pinned while it is still being stored. All
 pins together hold at most a share of the slots, and of a prompt that has not the room its head.
-With tenants see `TenantSlots.num_pinnable`.
+With tenants see `TenantSlots.num_overpinned`.
 
 A request uses a pin if its prompt begins with what is pinned. The time of a pin begins anew when
 the last request that uses it has ended. Time is that of the last plan: nothing is evicted before
@@ -88,8 +88,9 @@ class Pins:
             block_size: of a hash, in tokens.
         """
         while (hit := find(end)) is not None:
-            num_over = -min(self.num_slots_max - self.num_slots, self._slots.num_pinnable)
-            num_over += sum(slot not in self._counts for slot in dict.fromkeys(hit.slots))
+            new = [slot for slot in dict.fromkeys(hit.slots) if slot not in self._counts]
+            num_over = self.num_slots + len(new) - self.num_slots_max
+            num_over = max(num_over, self._slots.num_overpinned(new))
             if num_over <= 0:
                 return hit.num_tokens, hit.slots
             # Each block of a hash is a slot in one group, or in several.
@@ -157,7 +158,7 @@ class Pins:
         if now_s >= self._due_s:
             self.remove([key for key, pin in self._pins.items() if pin.until_s <= now_s])
             self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
-        if self._slots.num_pinnable < 0:
+        if self._slots.num_overpinned():
             for pin in sorted(self._pins.values(), key=lambda pin: pin.until_s):
                 if self._slots.must_unpin(pin.lease.slots):
                     self.remove([pin.key])

@@ -88,10 +88,9 @@ class SlotPool:
     def serve(self, salt: str | None) -> None:
         """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
-    @property
-    def num_pinnable(self) -> int:
-        """How many more slots those that are served may pin; negative if they have too many."""
-        return self.num_usable
+    def num_overpinned(self, slots: Sequence[int] = ()) -> int:
+        """Return how many slots are pinned too many, or would be with these that are not yet."""
+        return 0
 
     def pin(self, slots: Iterable[int]) -> None:
         """These are pinned from now on; see `TenantSlots`."""

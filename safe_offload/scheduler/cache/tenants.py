@@ -153,17 +153,16 @@ class TenantSlots(SlotPool):
         has_any = self.num_empty or policy.held[policy.asking] or max(policy.above) > 0
         return self.num_usable if has_any else 0
 
-    @property
-    def num_pinnable(self) -> int:
-        """See `SlotPool`; what is left of their share, and of what is guaranteed to nobody.
+    def num_overpinned(self, slots: Sequence[int] = ()) -> int:
+        """See `SlotPool`; beyond their shares tenants may pin what is guaranteed to nobody.
 
         So whoever is below its guarantee can have all of it: pins of others are not in the way.
         """
-        policy = self.by_tenant
-        left = [own - held for own, held in zip(policy.guaranteed, self._num_pinned, strict=True)]
-        num_free = self.num_usable - len(self._retired) - sum(policy.guaranteed)
-        num_free += sum(min(0, each) for each in left)
-        return num_free if num_free < 0 else num_free + max(0, left[policy.asking])
+        guaranteed, more = self.by_tenant.guaranteed, self._count_by_tenant(slots)
+        rows = zip(self._num_pinned, more, guaranteed, strict=True)
+        num_beyond = sum(max(0, held + new - own) for held, new, own in rows)
+        num_free = self.num_usable - len(self._retired) - sum(guaranteed)
+        return max(0, num_beyond - num_free)
 
     def pin(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -180,7 +179,9 @@ class TenantSlots(SlotPool):
         """See `SlotPool`; those pay who have pinned more than their share."""
         owners = {self.by_tenant.owners[slot] for slot in slots}
         guaranteed = self.by_tenant.guaranteed
-        return self.num_pinnable < 0 and any(self._num_pinned[o] > guaranteed[o] for o in owners)
+        return self.num_overpinned() > 0 and any(
+            self._num_pinned[o] > guaranteed[o] for o in owners
+        )
 
     def open(self, num_usable: int) -> None:
         super().open(num_usable)

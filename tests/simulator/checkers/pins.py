@@ -46,6 +46,9 @@ class PinChecker:
             tap(core.connector, name, self._see_reset)
         tap(core.connector, "build_connector_meta", self._see_planning)
         tap(self._side.hits.slots, "grant", self._see_grant)
+        self._may_have_ended = False  # pins whose tenants are guaranteed less than before
+        if hasattr(self._side.hits.slots, "use"):
+            tap(self._side.hits.slots, "use", self._see_tenants)
         tap(self._side.hits.directory, "forget", self._see_forget)
         ledger.on_plan.append(self._see_plan)
 
@@ -123,7 +126,17 @@ class PinChecker:
         self._planned_s = self._core.clock.now_s
         return original(output)
 
+    def _see_tenants(self, original: Callable[[Any], None], tenants: Any) -> None:
+        original(tenants)
+        self._may_have_ended = True
+
     def _see_grant(self, original: Callable[[int], list[int]], count: int) -> list[int]:
+        if self._may_have_ended:
+            self._may_have_ended = False
+            pinned = {slot for lease in self._pin_leases() for slot in lease.slots}
+            for key, promise in list(self._promises.items()):
+                if not promise.slots.keys() <= pinned:
+                    del self._promises[key]
         slots = original(count)
         for promise in self._promises.values():
             if promise.until_min_s > self._core.clock.now_s:
