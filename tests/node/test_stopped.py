@@ -14,10 +14,7 @@ from safe_offload.errors import StalledError
 from safe_offload.node import pools
 from safe_offload.node.locks import LOTS, NAPS, Locks
 from safe_offload.node.pools import open_rank, remove_pool, user_folder, wait_for
-from safe_offload.observe.counters import Count
 from tests.node.engines import Engine, hash_of, pools_in, wanted
-from tests.scheduler.rig import Rig
-from tests.simulator.node import Node
 from tests.worker.waiting import wait_until
 
 SLOTS = 256
@@ -142,26 +139,3 @@ def test_who_cannot_wake_wakes_when_the_stopped_one_goes_on_or_dies(folder, how)
         assert victim.find(A, B) == slots
     victim.check()
     victim.close()
-
-
-def test_an_engine_that_is_kept_from_its_slots_computes_and_says_so(package_log):
-    node = Node()
-    rig = Rig(node=node, num_slots=80, num_blocks=26, extra={"share": "node"})
-    with contextlib.closing(node), contextlib.closing(rig):
-        prompt = rig.warm()
-        table = rig.planner.slots.table
-        assert not table.is_awake
-        held = Locks(str(user_folder() / "pool" / pools.TABLE))
-        assert held.take(NAPS + table.engine)
-        for number in range(2):
-            assert rig.run_alone(f"beside {number}", prompt) == 0
-            rig.forget_gpu_cache()
-            rig.clock.now_s += 1.0
-        assert rig.run_alone("later", prompt) == 0
-        rig.forget_gpu_cache()
-        held.close()
-        assert rig.run_alone("again", prompt) > 0
-        assert rig.counts[Count.POOL_STALLS] == 1
-    said = [line.getMessage() for line in package_log]
-    assert sum("keeps this engine from its slots" in line for line in said) == 1
-    assert sum("can be used again" in line for line in said) == 1

@@ -136,6 +136,7 @@ class NodePlanner(Planner):
             self._ranks.lose(
                 0, f"the shared host cache {self._folder} cannot be used: {table.lost}"
             )
+            self._stop()
 
     def _say_if_stalled(self, now_s: float, *, is_awake: bool) -> None:
         """Count and log that another process keeps this engine from its slots: it computes."""
