@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -17,10 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
 NUM_FILES_MAX: Final = 128
 
 _PATIENCE_S: Final = 900.0
 _PAUSE_S: Final = 0.05
+SAID_AFTER_S = 1.0
 _SIZE_BYTES_MAX: Final = 8 << 20
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -90,6 +94,7 @@ class KeptDigests:
         return file_fd
 
     def _lock(self, lock_fd: int) -> None:
+        say_at_s = time.monotonic() + SAID_AFTER_S
         give_up_at_s = time.monotonic() + _PATIENCE_S  # its process may have been stopped
         while True:
             try:
@@ -97,6 +102,13 @@ class KeptDigests:
             except BlockingIOError:
                 if time.monotonic() > give_up_at_s:
                     raise
+            if time.monotonic() > say_at_s:
+                say_at_s = give_up_at_s
+                logger.info(
+                    "Waiting for another process: it reads the model's files, and keeps what they "
+                    "hold. After %g s this one reads them too; it may have been stopped.",
+                    _PATIENCE_S,
+                )
             if self._cancelled():
                 raise Cancelled
             time.sleep(_PAUSE_S)

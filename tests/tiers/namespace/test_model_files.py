@@ -655,13 +655,15 @@ def holding(kept: Path, model: Path) -> Iterator[Any]:
         yield holder
 
 
-def test_a_rank_that_dies_while_it_reads_holds_up_nobody(model, kept):
+def test_a_rank_that_dies_while_it_reads_holds_up_nobody(model, kept, monkeypatch, package_log):
+    monkeypatch.setattr(kept_digests, "SAID_AFTER_S", -1.0)
     asked = threading.Event()
     place = ModelPlace(str(model))
     with holding(kept, model) as holder, ThreadPoolExecutor() as pool:
         reading = pool.submit(digests(kept).digest, place, asked.set)
         assert asked.wait(250)  # it waits
         assert not reading.done()
+        assert "it reads the model's files" in package_log[-1].getMessage()
         os.kill(holder.pid, signal.SIGKILL)
         assert reading.result(250).read_bytes == size_of(model)
 
