@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from safe_offload.node import pools
+from safe_offload.node.locks import LOTS, NAPS
 from safe_offload.node.pools import RankFile, Wanted, open_rank
 from safe_offload.node.table import Table
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.leases import LeaseBook, LeaseKind
+from safe_offload.scheduler.node.planner import STALLED_AFTER_S
 from safe_offload.scheduler.node.slots import NodeSlots
 
 SLOT_WORDS = 32
@@ -168,10 +171,36 @@ def copier(num_slots: int, pipe: Any, other: Any) -> None:
             os._exit(0)
 
 
-LOADS, FOREIGN, STORES, WRONG, LOST = range(5)
-"""What an engine counts, where it outlives the engine."""
+LOADS, FOREIGN, STORES, WRONG, LOST, STALLS, HIT_MS, STOPS = range(8)
+"""What an engine counts, where it outlives the engine; when its last hit was, by the clock; and
+whether it is to stop itself."""
 TIMES, OCTAVE = 800, 32
 """Bins of the microseconds that requests take, and how many of them are a factor of two."""
+
+
+def stop_when_asked(table: Table, counts: Any) -> None:
+    """This process stops itself as soon as it has the place of another engine, if it is to."""
+    take = table.locks.take
+
+    def take_and_stop(place: int) -> bool:
+        has_it = take(place)
+        if counts[STOPS] and has_it and NAPS <= place < LOTS and place != NAPS + table.engine:
+            counts[STOPS] = 0
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return has_it
+
+    table.locks.take = take_and_stop  # type: ignore[method-assign]
+
+
+def begin_step(engine: Engine, counts: Any) -> None:
+    """Wait until nobody has the place of an engine, then see what became of others."""
+    begin_s = time.monotonic()
+    if not engine.slots.wake():
+        while not engine.slots.wake():
+            time.sleep(0.001)
+        counts[STALLS] += time.monotonic() - begin_s >= STALLED_AFTER_S
+    engine.table.bury(time.monotonic())
+    engine.slots.balance()
 
 
 def serve(
@@ -185,6 +214,7 @@ def serve(
     other.close()
     copier_pid.value = child.pid
     engine = Engine(num_slots, tokens=[pipe.recv()])
+    stop_when_asked(engine.table, counts)
     chance = random.Random(seed)
 
     def copy(kind: str, slots: list[int]) -> int:
@@ -194,10 +224,7 @@ def serve(
 
     while True:
         begin_s, of_times = time.monotonic(), TIMES * is_stormy.value
-        while not engine.slots.wake():
-            pass
-        engine.table.bury(time.monotonic())
-        engine.slots.balance()
+        begin_step(engine, counts)
         prompt = min(int(chance.expovariate(0.15)), PROMPTS - 1)
         hashes = [hash_of(prompt, block) for block in range(chance.randint(1, PROMPT_BLOCKS))]
         lease = engine.hit(*hashes)
@@ -211,6 +238,7 @@ def serve(
                 counts[FOREIGN] += sum(slot // lot_slots not in own for slot in lease.slots)
                 counts[LOADS] += num_found
                 counts[WRONG] += copy("load", lease.slots)
+                counts[HIT_MS] = int(1e3 * time.monotonic())
         stored = engine.leases.grant(LeaseKind.STORE, len(hashes) - num_found)
         if stored is not None:
             table = engine.slots.directory.tables[0]
@@ -229,4 +257,4 @@ def serve(
             engine.check()
         if draw < 0.01:
             engine.slots.nap()
-            time.sleep(0.01)
+            time.sleep(chance.choice((0.01, 0.01, 0.1)))

@@ -359,6 +359,7 @@ def test_a_storm_of_engines_that_are_killed_leaves_no_wrong_word(tmp_path):
     assert found["stores"] > 1000
     assert found["foreign"] > 1000
     assert found["ended by themselves"] == 0
+    assert found["stopped"] > 0
     wrong = ("wrong", "torn", "marks", "owned", "not grantable")
     assert {name: found[name] for name in wrong} == dict.fromkeys(wrong, 0)
 
