@@ -11,7 +11,8 @@ object that was noted was given away, to a request, a load, a copy-on-write or a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -223,6 +224,27 @@ class GpuBlocks:
             block_ids = {b.block_id for b in blocks if block_hash_of(b) is not None}
             block_ids.update(getattr(self._pool, "cached_block_hashes_by_block", ()))
         self._pool.evict_blocks(block_ids)
+
+    def all_tables_of(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
+        """Return the block tables of a request, one for each group in which it has blocks."""
+        tables = (manager.req_to_blocks.get(request_id) for manager in self._managers)
+        return [table for table in tables if table]
+
+    def forget_blocks_of(
+        self, tables: Iterable[Sequence[KVCacheBlock]], hashes: Collection[bytes]
+    ) -> None:
+        """Let vLLM's prefix cache find no block of these tables by one of these hashes.
+
+        A large block has several of them, joined, the last at the end.
+        """
+        length = len(next(iter(hashes), b""))
+        self.forget_hashes(
+            {
+                block.block_id
+                for block in itertools.chain.from_iterable(tables)
+                if (h := block_hash_of(block)) and get_block_hash(h)[-length:] in hashes
+            }
+        )
 
     def is_positional(self, group_idx: int) -> bool:
         """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").

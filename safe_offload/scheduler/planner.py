@@ -430,6 +430,7 @@ class Planner(SchedulerSide):
             if state is not None and not state.finished:
                 is_again = request_id in scheduler_output.num_scheduled_tokens
                 if state.phase is Phase.RUNNING and not is_again:  # else the match did this
+                    self.policy.forget_uncomputed(state)
                     self._preempt(state)
                 preempted.append(state)
         given_out = allocated_block_ids(scheduler_output) | self.loads.new_targets

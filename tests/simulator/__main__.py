@@ -32,6 +32,9 @@ def main() -> int:
         default="all",
         help="a kind of run, several with commas between them, or all (see --list)",
     )
+    parser.add_argument(
+        "--priority", action="store_true", help="schedule by priority, in every kind of run"
+    )
     parser.add_argument("--only", metavar="NAMES", help="keep only these events, as r1,a0,f2")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     parser.add_argument(
@@ -48,7 +51,7 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tests.simulator.swarm import NAMES, profile_of
+    from tests.simulator.swarm import BY_PRIORITY, NAMES, profile_of
 
     if arguments.list:
         for name in NAMES:
@@ -56,10 +59,12 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     names = list(NAMES) if arguments.profile == "all" else arguments.profile.split(",")
     for name in names:
-        if name not in NAMES:
+        if name.removeprefix(BY_PRIORITY) not in NAMES:
             raise ConfigError(
                 f"--profile {name}: there is no such profile. Allowed: all, {', '.join(NAMES)}"
             )
+    if arguments.priority:
+        names = [BY_PRIORITY + name for name in names]
     first, end = _seed_range(arguments)
     # vLLM logs about every engine that is made; what matters here is in the trace.
     logging.disable(logging.ERROR)
@@ -107,7 +112,7 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
         f"{rate:.1f} seeds/s, {earned.shares()}, trace {digest.hexdigest()[:16]}",
         flush=True,
     )
-    below = earned.what_is_below(FLOORS[name])
+    below = earned.what_is_below(FLOORS[name]) if name in FLOORS else ""
     if below and only is None and len(seeds) >= num_floor_seeds(name):
         print(f"{name}: no promise is broken, and too little is earned: {below}")
         return False

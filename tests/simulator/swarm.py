@@ -35,6 +35,8 @@ from tests.simulator.vllm_setup import (
 
 SWARM = "swarm"
 NAMES = (*PROFILES, *MODELS, SWARM)
+BY_PRIORITY = "priority:"
+"""Before a name: the same, scheduled by priority."""
 ABOUT = "a profile of its own for each seed, drawn from all options"
 
 RANKS_MAX = 6
@@ -117,8 +119,11 @@ RULES = (
 def profile_of(name: str, seed: int) -> Profile:
     """The profile of a run; synchronous where vLLM's own hits are wrong if it is not.
 
-    `name`: one of `NAMES`; `seed`: of the run.
+    `name`: one of `NAMES`, or one behind `BY_PRIORITY`; `seed`: of the run.
     """
+    if name.startswith(BY_PRIORITY):
+        profile = profile_of(name.removeprefix(BY_PRIORITY), seed)
+        return replace(profile, shape=replace(profile.shape, is_priority=True))
     if name in MODELS:
         return draw_recipe(name, seed)
     profile = draw(seed) if name == SWARM else PROFILES[name]

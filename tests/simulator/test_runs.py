@@ -10,6 +10,7 @@ import pytest
 
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.pending import Store
+from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.stores import Stores
 from safe_offload.scheduler.tiers.tiered_hits import Stage, TieredHits
 from tests.counts import num_failed
@@ -18,7 +19,7 @@ from tests.simulator.floors import FLOORS
 from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Result, findings_of, run
 from tests.simulator.shrink import shrink
-from tests.simulator.swarm import NAMES, blocks_of_longest_request
+from tests.simulator.swarm import BY_PRIORITY, NAMES, blocks_of_longest_request
 from tests.simulator.vllm_setup import hits_overwritten_states
 from tests.simulator.workload import make_events
 
@@ -91,6 +92,30 @@ def test_no_promise_is_broken_and_enough_is_earned(profile):
     for seed in SEEDS[profile]:
         earned += run_checked(profile, seed).earned
     assert earned.what_is_below(FLOORS[profile]) == ""
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(
+            name, marks=() if name in ("lazy-priority", "mamba-gpu") else pytest.mark.nightly
+        )
+        for name in PROFILES
+    ],
+)
+def test_of_every_profile_what_no_step_has_computed_is_found_nowhere(profile):
+    """By priority vLLM takes requests out of the step in which it has hashed blocks for them."""
+    for seed in range(3):
+        run_checked(BY_PRIORITY + profile, seed)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_the_checker_sees_what_no_step_has_computed(monkeypatch, is_lazy):
+    monkeypatch.setattr(StorePolicy, "forget_uncomputed", lambda *_: None)
+    profile = PROFILES["lazy-priority"]
+    shape = replace(profile.shape, extra={"lazy_offload": is_lazy})
+    found = findings_of(replace(profile, shape=shape), range(3))
+    assert "no step has computed it" in str(found)
 
 
 def test_every_profile_must_store_load_and_hit():

@@ -44,6 +44,7 @@ class EngineShape:
     num_draft_tokens: int = 0  # of speculative decoding; 0 for none
     is_priority: bool = False  # scheduling by priority
     max_batched_tokens: int = 24  # of a step
+    max_chunk_tokens: int = 0  # of a prompt in one step, where others wait or run; 0: no bound
     max_seqs: int = 6  # running at once
     max_model_len: int = 2048  # tokens of the longest request
     extra: dict[str, Any] = field(default_factory=dict)  # `kv_connector_extra_config`
@@ -152,6 +153,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     scheduler = config.scheduler_config
     scheduler.max_num_batched_tokens = shape.max_batched_tokens
     scheduler.max_num_scheduled_tokens = None
+    scheduler.long_prefill_token_threshold = shape.max_chunk_tokens
     scheduler.max_num_seqs = shape.max_seqs
     scheduler.async_scheduling = shape.is_async
     scheduler.policy = "priority" if shape.is_priority else "fcfs"

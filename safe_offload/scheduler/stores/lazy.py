@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from safe_offload.scheduler.blocks import (
     BlockSet,
     QueuePlace,
-    block_hash_of,
     get_block_hash,
     hashes_of,
     missing_blocks,
@@ -72,8 +71,6 @@ class LazyStores(StorePolicy):
         """The last block that the walk has seen."""
         self._last_ahead: QueuePlace | None = None
         """The last block that `look_ahead` has seen since the last plan."""
-        self._avoided: dict[int, bytes] = {}
-        """By block id, a hash whose tokens were never computed."""
         self._left_out: dict[RequestState, int] = {}
         """Requests of which nothing is stored, and how many of their hashes were looked at."""
         self._left_out_hashes: set[bytes] = set()
@@ -163,27 +160,9 @@ class LazyStores(StorePolicy):
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
-            request, taken = state.request, self._snapshots.pop(state, [])
-            if state in self.schedule.decoding:
-                num_computed = request.num_tokens - 1
-            else:
-                num_computed = self._camera.num_tokens_computed(request, taken)
-            uncomputed = request.block_hashes[num_computed // self._geometry.hash_block_size :]
-            self._avoid(set(uncomputed))
-            for snapshot in taken:
+            for snapshot in self._snapshots.pop(state, ()):
                 lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)
                 self._stores.rescue(lost)
-
-    def _avoid(self, hashes: set[bytes]) -> None:
-        """Never store free blocks of these hashes, the last ones of blocks that were not computed.
-
-        By priority vLLM may preempt what it has scheduled, and hashed blocks for, in this step.
-        """
-        length = len(next(iter(hashes), b""))
-        for block in self._gpu.free_blocks(self._gpu.num_free_blocks if hashes else 0):
-            hash_object = block_hash_of(block)
-            if hash_object is not None and get_block_hash(hash_object)[-length:] in hashes:
-                self._avoided[block.block_id] = hash_object
 
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
@@ -254,10 +233,6 @@ class LazyStores(StorePolicy):
     def _unstored(
         self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
-        if self._avoided:
-            avoided = map(self._avoided.get, [block.block_id for block in blocks])
-            pairs = zip(hash_objects, avoided, strict=True)
-            hash_objects = [None if h is known else h for h, known in pairs]
         return missing_blocks(blocks, hash_objects, self._gpu, self._hits.directory.tables)
 
     def _begin_again(self) -> None:

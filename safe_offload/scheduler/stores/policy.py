@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from safe_offload.scheduler.blocks import GpuBlocks
@@ -21,7 +22,7 @@ class StorePolicy:
     """Finds blocks that are worth storing and hands them to `Stores.add`.
 
     The planner calls it; it calls nothing of the planner. What it notes about a request is gone
-    after `end`. Its state: the schedule, and snapshots of the requests that run.
+    after `end`. Its state: the schedule, snapshots of the requests that run, and their tables.
 
     Args:
         hits: to skip what the host has or is about to have.
@@ -40,6 +41,8 @@ class StorePolicy:
         self.schedule = schedule
         self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
+        self._tables: dict[RequestState, list[Sequence[KVCacheBlock]]] = {}
+        """Of each request that has run and not ended, the block tables that it had last."""
 
     def keep_out(self, state: RequestState) -> None:
         """A request is new, and nothing that it computes is to be stored."""
@@ -50,6 +53,21 @@ class StorePolicy:
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""
         self.schedule.add(state)
+        self._tables[state] = self._gpu.all_tables_of(state.request.request_id)
+
+    def forget_uncomputed(self, state: RequestState) -> None:
+        """vLLM has taken a request out of the step that is planned, or not put it in.
+
+        By priority it may have put the request in first, and have hashed the blocks that it was to
+        fill. No forward computes those: neither vLLM's prefix cache nor a store may find them.
+        (vLLM 0.32.0, Scheduler.schedule; vllm#59907)
+        """
+        tables = self._tables.pop(state, ())
+        size = self._geometry.hash_block_size
+        first = self.schedule.num_computed(state) // size
+        longest = max((len(table) for table in tables), default=0)
+        end = longest * max(self._geometry.group_block_sizes) // size
+        self._gpu.forget_blocks_of(tables, set(state.request.block_hashes[first:end]))
 
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
@@ -66,8 +84,9 @@ class StorePolicy:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
-        self.schedule.decoding.discard(state)
+        self.schedule.end(state)
         self._snapshots.pop(state, None)
+        self._tables.pop(state, None)
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """Store what requests had computed that were preempted in this step.

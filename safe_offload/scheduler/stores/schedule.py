@@ -63,7 +63,9 @@ class StoreSchedule:
         self._next: dict[RequestState, None] = {}
         self._later: dict[int, list[RequestState]] = {}
         self.decoding: set[RequestState] = set()
-        """Who had computed all when it was looked at last; the policies take out who has ended."""
+        """Who had computed all when it was looked at last; others only read it."""
+        self._num_computed: dict[RequestState, int] = {}
+        """Tokens of those who had not; in both who has ended is not."""
 
     def __repr__(self) -> str:
         return f"StoreSchedule(step {self._step}, {len(self._next)} in the next)"
@@ -71,6 +73,20 @@ class StoreSchedule:
     def add(self, state: RequestState) -> None:
         """A request begins to run: look at it in the next step."""
         self._next[state] = None
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended."""
+        self.decoding.discard(state)
+        self._num_computed.pop(state, None)
+
+    def num_computed(self, state: RequestState) -> int:
+        """Return how many first tokens a request has computed, without the step that is planned.
+
+        The last token of an answer came out of a step that has computed all those before it.
+        """
+        if state in self.decoding:
+            return int(state.request.num_tokens) - 1
+        return self._num_computed.get(state, 0)
 
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
         """Return the requests to look at in this step, of those that are scheduled in it.
@@ -100,10 +116,11 @@ class StoreSchedule:
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         request = state.request
-        num_tokens = request.num_tokens
-        if request.num_computed_tokens + num_scheduled < num_tokens:
+        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens + num_scheduled
+        if num_computed < num_tokens:
             self.decoding.discard(state)
             self._next[state] = None
+            self._num_computed[state] = num_computed
             return
         self.decoding.add(state)
         if not self.num_steps_between:

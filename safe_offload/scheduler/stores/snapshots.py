@@ -119,12 +119,6 @@ class Camera:
                 taken.append(Snapshot(group_idx, table, num_blocks, request.num_prompt_tokens))
         return taken
 
-    def num_tokens_computed(self, request: Request, taken: Sequence[Snapshot]) -> int:
-        """Return how many of its first tokens a request that computes its prompt has computed."""
-        sizes = self._geometry.group_block_sizes
-        known = (s.num_computed(request, sizes[s.group_idx]) * sizes[s.group_idx] for s in taken)
-        return min(known, default=0)
-
     def unsaved(
         self, state: RequestState, snapshot: Snapshot, first: int, given_out: Collection[int]
     ) -> tuple[BlockSet, BlockSet]:

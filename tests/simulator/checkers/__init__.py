@@ -18,6 +18,7 @@ from tests.simulator.checkers.references import ReferenceChecker
 from tests.simulator.checkers.slots import SlotChecker
 from tests.simulator.checkers.tenants import TenantChecker
 from tests.simulator.checkers.tiers import TierChecker
+from tests.simulator.checkers.uncomputed import UncomputedChecker
 from tests.simulator.checkers.waits import WaitChecker
 from tests.simulator.engine_core import EngineCore
 
@@ -34,6 +35,7 @@ class Checkers:
         self.finishing = FinishChecker(core)
         self.slots = SlotChecker(core, self.ledger)
         self.contents = ContentChecker(core)
+        self.uncomputed = UncomputedChecker(core)
         self.marks = MarkChecker(core)
         self.progress = ProgressChecker(core, self.ledger)
         self.waits = WaitChecker(core, self.ledger)
