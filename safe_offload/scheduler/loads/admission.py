@@ -14,6 +14,8 @@ in the queue.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,13 +47,18 @@ NO_NEED = Need(0, 0)
 class Admission:
     """The requests that hold GPU blocks for a load.
 
-    Its state: `holders`, with what each needs; read only outside.
+    Its state: `holders`, with what each needs, read only outside; how much all hold together; and a
+    heap of them, who misses most first. It has at most twice as many entries as there are holders:
+    that of a holder which has gone is left until it comes first, or too many are.
     """
 
     def __init__(self, geometry: GroupGeometry, num_gpu_blocks: int) -> None:
         self._geometry = geometry
         self._num_gpu_blocks = num_gpu_blocks
         self.holders: dict[RequestState, Need] = {}
+        self._num_held = 0
+        self._by_missing: list[tuple[int, int, RequestState, Need]] = []
+        self._entry_ids = count()
 
     def __repr__(self) -> str:
         return f"Admission({len(self.holders)} hold blocks)"
@@ -64,24 +71,45 @@ class Admission:
         """
         if self._geometry.is_plain:
             return True
-        others = [
-            need
-            for holder, need in self.holders.items()
-            if holder is not state and not holder.finished
-        ]
-        if not others:
-            return True
-        needs = [*others, self._need(state, num_tokens)]
-        num_left = self._num_gpu_blocks - sum(need.held for need in needs)
-        return max(need.missing for need in needs) <= num_left
+        old = self.holders.get(state)
+        if old is not None:
+            self.release(state)
+        is_admitted = True
+        if self.holders:
+            need = self._need(state, num_tokens)
+            num_left = self._num_gpu_blocks - self._num_held - need.held
+            is_admitted = max(need.missing, self._most_missing()) <= num_left
+        if old is not None:
+            self._hold(state, old)
+        return is_admitted
 
     def hold(self, state: RequestState, num_tokens: int) -> None:
         """A request holds the blocks of its first `num_tokens` tokens, and waits."""
-        self.holders[state] = self._need(state, num_tokens)
+        self.release(state)
+        self._hold(state, self._need(state, num_tokens))
 
     def release(self, state: RequestState) -> None:
         """A request goes on, or has ended; of others nothing changes."""
-        self.holders.pop(state, None)
+        need = self.holders.pop(state, NO_NEED)
+        self._num_held -= need.held
+        if len(self._by_missing) > 2 * len(self.holders):
+            self._by_missing = [entry for entry in self._by_missing if self._is_valid(*entry)]
+            heapify(self._by_missing)
+
+    def _hold(self, state: RequestState, need: Need) -> None:
+        self.holders[state] = need
+        self._num_held += need.held
+        if need is not NO_NEED:
+            heappush(self._by_missing, (-need.missing, next(self._entry_ids), state, need))
+
+    def _most_missing(self) -> int:
+        """Return the most blocks that one of the holders misses."""
+        while not self._is_valid(*self._by_missing[0]):
+            heappop(self._by_missing)
+        return self._by_missing[0][3].missing
+
+    def _is_valid(self, _: int, __: int, state: RequestState, need: Need) -> bool:
+        return self.holders.get(state) is need
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
         if self._geometry.is_plain:
