@@ -3,7 +3,8 @@
 A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
 its answer does, if the host has that. A block may be pinned while it is still being stored. All
 pins together hold at most a share of the slots, and of a prompt that has not the room its head.
-With tenants see `TenantSlots.num_overpinned`.
+With tenants see `TenantSlots.num_overpinned`. What many prompts begin with is leased once: slots
+are in a tree, as prompts are. Of each slot, a pin that comes or goes touches what is its own.
 
 A request uses a pin if its prompt begins with what is pinned. The time of a pin begins anew when
 the last request that uses it has ended. Time is that of the last plan: nothing is evicted before
@@ -15,6 +16,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import compress, count, groupby
+from operator import ne
 from typing import Any
 
 from safe_offload.errors import InvariantError
@@ -24,26 +27,57 @@ from safe_offload.scheduler.cache.slots import SlotPool
 PINS_MAX = 4096
 
 
+class Stretch:
+    """Slots that the same pins hold, under one lease; `Pins` alone changes it.
+
+    Attributes:
+        before: what comes before it in each of these prompts; None at their start.
+        after: by its first slot, what comes after it.
+        num_uses: pins that end with it, and stretches that come after it.
+    """
+
+    __slots__ = ("after", "before", "lease", "num_uses")
+
+    def __init__(self, lease: Lease, before: Stretch | None) -> None:
+        self.lease, self.before, self.num_uses = lease, before, 0
+        self.after: dict[int, Stretch] = {}
+
+
 class Pin:
     """What is pinned under one hash; `Pins` alone changes it.
 
     Attributes:
         key: the last hash of what is pinned of the prompt.
+        ends: the last stretch of each KV cache group, of the prompt and of its answers; no more
+            than it has slots.
         pin_s: how long it lasts after its last use.
         until_s: when it ends; never while it is used, from the first plan on.
     """
 
-    def __init__(self, key: bytes, lease: Lease, pin_s: float) -> None:
-        self.key, self.lease, self.pin_s = key, lease, pin_s
+    def __init__(self, key: bytes, pin_s: float) -> None:
+        self.key, self.pin_s = key, pin_s
+        self.ends: dict[Stretch, None] = {}
         self.until_s, self.num_users = 0.0, 0
+
+    def slots(self) -> list[int]:
+        """Return what is pinned; what two prompts of it begin with comes twice."""
+        found = []
+        for end in self.ends:
+            stretch: Stretch | None = end
+            while stretch is not None:
+                found += stretch.lease.slots
+                stretch = stretch.before
+        return found
 
 
 class Pins:
     """All pins.
 
-    Its state, which nothing else changes: the pins by key; of how many each slot is; which requests
-    use which; the last plan's time; when the first one ends; those that requests began to use since
-    then; and at how many forgets of the directory the slots were looked at.
+    Its state, which nothing else changes: the pins by key, at most `PINS_MAX`; the stretches, none
+    without a slot, and the first ones by their first slot; in how many stretches each slot is, at
+    most `num_slots_max` slots; which requests use which; the last plan's time; when the first one
+    ends; those that requests began to use since then; and at how many forgets of the directory the
+    slots were looked at.
 
     Args:
         share: of the slots that may be pinned.
@@ -52,6 +86,8 @@ class Pins:
     def __init__(self, slots: SlotPool, leases: LeaseBook, share: float) -> None:
         self._slots, self._leases, self._share = slots, leases, share
         self._pins: dict[bytes, Pin] = {}
+        self._stretches: dict[Stretch, None] = {}
+        self._first: dict[int, Stretch] = {}
         self._counts: Counter[int] = Counter()
         self._users: dict[Hashable, list[Pin]] = {}
         self._used: set[Pin] = set()
@@ -109,16 +145,14 @@ class Pins:
         old = self._pins.get(key)
         if old is None and len(self) >= PINS_MAX:
             return False
-        slots = list(dict.fromkeys([*slots, *(old.lease.slots if old is not None else ())]))
-        lease = self._leases.hold(LeaseKind.PIN, slots)
-        self._counts.update(slots)
-        self._slots.pin(slots)
-        if old is None:
-            pin = self._pins[key] = Pin(key, lease, pin_s)
-        else:
-            self._release(old.lease)
-            pin = old
-            pin.lease, pin.pin_s = lease, max(pin.pin_s, pin_s)
+        pin = self._pins[key] = old or Pin(key, pin_s)
+        pin.pin_s = max(pin.pin_s, pin_s)
+        runs = groupby(dict.fromkeys(slots), self._slots.directory.group_of)
+        for run in [list(run) for _, run in runs][::-1]:
+            end = self._reach(run)
+            if end not in pin.ends:
+                pin.ends[end] = None
+                end.num_uses += 1
         self._begin(pin)
         return True
 
@@ -148,7 +182,8 @@ class Pins:
     def remove(self, hashes: Iterable[bytes]) -> None:
         """End all pins of prompts that one begins with."""
         for key in [block_hash for block_hash in hashes if block_hash in self._pins]:
-            self._release(self._pins.pop(key).lease)
+            for end in self._pins.pop(key).ends:
+                self._let_go(end)
 
     # ---- what happens --------------------------------------------------------------------------
 
@@ -160,7 +195,7 @@ class Pins:
             self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
         if self._slots.num_overpinned():
             for pin in sorted(self._pins.values(), key=lambda pin: pin.until_s):
-                if self._slots.must_unpin(pin.lease.slots):
+                if self._slots.must_unpin(pin.slots()):
                     self.remove([pin.key])
         if self._used:
             for pin in self._used:
@@ -170,24 +205,83 @@ class Pins:
         if self._num_forgets != self._slots.directory.num_forgets:
             self._num_forgets = self._slots.directory.num_forgets
             held = self._slots.directory.hashes
-            for pin in self._pins.values():
-                lost = [slot for slot in pin.lease.slots if held[slot] is None]
-                if lost:
-                    kept = [slot for slot in pin.lease.slots if held[slot] is not None]
-                    pin.lease.keep(LeaseKind.PIN, kept)
-                    self._uncount(lost)
+            for stretch in self._stretches:
+                if None in map(held.__getitem__, stretch.lease.slots):
+                    self._lose(stretch)
 
     def reset(self) -> None:
         """The host has forgotten everything, or nothing is to be kept."""
-        for pin in self._pins.values():
-            pin.lease.release()
+        for stretch in self._stretches:
+            stretch.lease.release()
         self._slots.unpin(self._counts)
-        for state in (self._pins, self._counts, self._users, self._used):
+        self._pins.clear()
+        for state in (self._stretches, self._first, self._counts, self._users, self._used):
             state.clear()
 
-    def _release(self, lease: Lease) -> None:
-        self._uncount(lease.slots)
-        lease.release()
+    # ---- the tree ------------------------------------------------------------------------------
+
+    def _reach(self, slots: list[int]) -> Stretch:
+        """Return the stretch with which a prefix ends, whose last slots are leased if need be."""
+        before, place = None, 0
+        while stretch := self._after(before).get(slots[place]):
+            own = stretch.lease.slots
+            rest = slots[place : place + len(own)]
+            if rest != own:
+                num_equal = next(compress(count(), map(ne, own, rest)), len(rest))
+                stretch = self._split(stretch, num_equal)
+            place += len(stretch.lease.slots)
+            if place == len(slots):
+                return stretch
+            before = stretch
+        lease = self._leases.hold(LeaseKind.PIN, slots[place:])
+        self._counts.update(lease.slots)
+        self._slots.pin(lease.slots)
+        if before is not None:
+            before.num_uses += 1
+        return self._insert(lease, before)
+
+    def _after(self, stretch: Stretch | None) -> dict[int, Stretch]:
+        return self._first if stretch is None else stretch.after
+
+    def _insert(self, lease: Lease, before: Stretch | None) -> Stretch:
+        stretch = Stretch(lease, before)
+        self._stretches[stretch] = None
+        self._after(before)[lease.slots[0]] = stretch
+        return stretch
+
+    def _split(self, stretch: Stretch, num_slots: int) -> Stretch:
+        """Cut so many slots off the head of a stretch; return what has them now."""
+        whole, head, tail = stretch.lease, *(self._leases.hold(LeaseKind.PIN, ()) for _ in "ab")
+        whole.share([(num_slots, head), (len(whole.slots) - num_slots, tail)])
+        first = self._insert(head, stretch.before)
+        first.num_uses = 1
+        first.after[tail.slots[0]] = stretch
+        stretch.lease, stretch.before = tail, first
+        return first
+
+    def _let_go(self, end: Stretch | None) -> None:
+        """A pin ends with a stretch no more: release what no other needs, the last slots first."""
+        while end is not None:
+            end.num_uses -= 1
+            if end.num_uses:
+                return
+            self._detach(end)
+            self._uncount(end.lease.slots)
+            end.lease.release()
+            del self._stretches[end]
+            end = end.before
+
+    def _lose(self, stretch: Stretch) -> None:
+        """Let go of slots that were forgotten; no other prompt is found to go on here."""
+        self._detach(stretch)
+        held, slots = self._slots.directory.hashes, stretch.lease.slots
+        stretch.lease.keep(LeaseKind.PIN, [slot for slot in slots if held[slot] is not None])
+        self._uncount([slot for slot in slots if held[slot] is None])
+
+    def _detach(self, stretch: Stretch) -> None:
+        after, slots = self._after(stretch.before), stretch.lease.slots
+        if slots and after.get(slots[0]) is stretch:
+            del after[slots[0]]
 
     def _uncount(self, slots: Iterable[int]) -> None:
         self._counts.subtract(slots)
@@ -197,13 +291,17 @@ class Pins:
                 self._slots.unpin((slot,))
 
     def check_invariants(self) -> None:
-        """Compare what is counted with what is leased.
+        """Compare what is counted with what is leased, and for whom.
 
         Raises:
             InvariantError: they differ, or more is pinned than may be.
         """
-        leased = Counter(slot for pin in self._pins.values() for slot in pin.lease.slots)
+        leased = Counter(slot for stretch in self._stretches for slot in stretch.lease.slots)
         if leased != self._counts:
             raise InvariantError("I8", "the pinned slots are not exactly those under a pin's lease")
+        uses = Counter(end for pin in self._pins.values() for end in pin.ends)
+        uses.update(s.before for s in self._stretches if s.before is not None)
+        if uses != {stretch: stretch.num_uses for stretch in self._stretches}:
+            raise InvariantError("I8", "a stretch is not leased for exactly those that use it")
         if len(leased) > self.num_slots_max or len(self) > PINS_MAX:
             raise InvariantError("I5", "more is pinned than may be")

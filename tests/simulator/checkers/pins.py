@@ -159,10 +159,10 @@ class PinChecker:
         over = [k for k, p in self._promises.items() if p.until_max_s <= now_s and not p.users]
         for key in over:
             del self._promises[key]
-        if len(self._pin_leases()) > len(self._promises):
-            raise Finding(
-                "I14", f"{len(self._pin_leases())} pins, of {len(self._promises)} asked for"
-            )
+        if len(self._side.pins) > len(self._promises):
+            raise Finding("I14", f"{len(self._side.pins)} pins, of {len(self._promises)} asked for")
+        if not self._promises and self._pin_leases():
+            raise Finding("I14", "slots stay pinned for nobody")
 
     def check(self) -> None:
         """Nothing that is to be left nowhere is in the directory, unless others had it too."""
