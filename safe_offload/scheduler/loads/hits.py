@@ -285,6 +285,15 @@ class HostHits:
         as_of = self.directory.version, self.directory.num_forgets
         return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
 
+    def may_begin(self, block_hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
+        """Whether `find_hit` may find a hit, as far as a look at its first block tells."""
+        if num_computed_tokens % self._alignment_tokens:
+            return False
+        if self.full_group is None:
+            return True
+        first_hash = block_hashes[num_computed_tokens // self._hash_block_size]
+        return self.directory.find(self.full_group, first_hash) is not None
+
     def at_ends(self, request: Request, ends: Iterable[int], slots: Sequence[int]) -> Ends:
         """Sort a request's windows and states by whether a hit is known to need them.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
@@ -20,7 +19,7 @@ from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.loads.admission import Admission
 from safe_offload.scheduler.loads.cost import Costs, Offer
 from safe_offload.scheduler.loads.hits import NO_SLOT, Hit, HostHits, needed
-from safe_offload.scheduler.loads.shared_loads import SharedLoads, Wait
+from safe_offload.scheduler.loads.shared_loads import SharedLoads, Wait, num_shared
 from safe_offload.scheduler.pending import Ledger, Load
 from safe_offload.scheduler.requests import Phase, RequestState
 
@@ -120,11 +119,14 @@ class Loads:
         if state.limits.load_tokens is not None:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
-        hit = progress.hit
-        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
-            hit = self._grow_hit(progress, hit, wanted)
-            if hit is None:
-                self.drop_hit(state)
+        hit = self._kept_hit(state, wanted)
+        is_loading = bool(self.ledger.in_flight or self.ledger.new)
+        load = self._shared_loads.find(wait, request, num_computed_tokens) if is_loading else None
+        if hit is None and load is not None and (num_tokens := self._num_found(load, *wanted)):
+            # No search: in a burst of requests with one long prefix each would search all of it.
+            if self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
+                return None
+            load = None
         if hit is None:
             hit = self._hits.find_hit(*wanted)
             if hit is None:
@@ -133,8 +135,9 @@ class Loads:
                     self._boundaries.part(state, self._hits.parted_at)
                     self._boundaries.move(state, num_computed_tokens)
                 return 0
-        ledger = self.ledger
-        if (ledger.in_flight or ledger.new) and self._begins_to_wait(wait, request, hit, now_s):
+        if load is not None and self._begins_to_wait(
+            state, load, num_computed_tokens, hit.num_tokens, now_s
+        ):
             self.drop_hit(state)
             return None
         if hit is not progress.hit and not was_put_off:
@@ -148,8 +151,7 @@ class Loads:
             self._counters[Count.POSTPONED_HITS] += 1
             self._boundaries.part(state, hit.parted_at)
             self.drop_hit(state)
-            is_under_way = bool(ledger.in_flight or ledger.new)
-            return None if is_under_way and self._shared_loads.puts_off(wait, now_s) else 0
+            return None if is_loading and self._shared_loads.puts_off(wait, now_s) else 0
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
@@ -167,15 +169,34 @@ class Loads:
         if state.phase is Phase.MATCHED:
             state.move(Phase.WAITING)
 
-    def _begins_to_wait(self, wait: Wait, request: Request, hit: Hit, now_s: float) -> bool:
+    def _num_found(
+        self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
+    ) -> int:
+        """Return how long a hit is at least, by what another request loads; 0: only a search tells.
+
+        Its slots are leased, so that a search finds what it found for the other, if the hit may end
+        where the two part: with windows or states it may only end where the load does.
+        """
+        if load.failure is not None or not self._hits.may_begin(hashes, num_computed_tokens):
+            return 0
+        size = self._geometry.hash_block_size
+        count = min(num_shared(load, hashes), end_max // size)
+        if not self._is_plain and count < load.end_hash:
+            return 0
+        return max(0, count * size - num_computed_tokens)
+
+    def _begins_to_wait(
+        self,
+        state: RequestState,
+        load: Load,
+        num_computed_tokens: int,
+        num_tokens: int,
+        now_s: float,
+    ) -> bool:
         """Whether a request waits from now on for another's load of what it has a hit for."""
-        num_computed_tokens = hit.num_computed_tokens
-        under_way = chain(self.ledger.in_flight.values(), self.ledger.new)
-        load = self._shared_loads.find(wait, request, num_computed_tokens, under_way)
-        if load is None:
-            return False
+        request, wait = state.request, self.progress[state].wait
         wait.begin(load, num_computed_tokens, now_s)
-        if self._is_worth_waiting(load, request, num_computed_tokens, hit.num_tokens, now_s):
+        if self._is_worth_waiting(load, request, num_computed_tokens, num_tokens, now_s):
             self._counters[Count.SHARED_WAITS] += 1
             return True
         wait.end()
@@ -199,6 +220,18 @@ class Loads:
         num_left = request.num_tokens - num_computed_tokens - num_tokens
         loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
         return self._costs.pays(Offer(num_tokens, num_left, loading_s))
+
+    def _kept_hit(
+        self, state: RequestState, wanted: tuple[Sequence[bytes], int, int]
+    ) -> Hit | None:
+        """Return the reported hit, grown if need be, if it still is the longest; else drop it."""
+        progress = self.progress[state]
+        hit = progress.hit
+        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
+            hit = self._grow_hit(progress, hit, wanted)
+            if hit is None:
+                self.drop_hit(state)
+        return hit
 
     def _grow_hit(
         self, progress: LoadProgress, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
@@ -247,6 +280,7 @@ class Loads:
                 end_hash=(num_local_tokens + num_tokens) // size,
             )
             self.ledger.new.append(load)
+            self._shared_loads.begin(load)
             if not self._is_plain and hit is not None:
                 self._boundaries.end(load, hit.parted_at)
             self._counters[Count.HIT_TOKENS] += num_tokens
@@ -389,6 +423,8 @@ class Loads:
             book: the requests of vLLM; what is noted about their loads is rebuilt.
         """
         new, gone = self.ledger.new, self.ledger.give_up()
+        for load in gone:
+            self._shared_loads.end(load)
         loading = {load.owner for load in self.ledger.in_flight.values()}
         states = {*book, *(load.owner for load in gone), *loading, *self.unannounced}
         for load in new:
@@ -406,6 +442,7 @@ class Loads:
         announced by the next plan.
         """
         self.ledger.remove(load)
+        self._shared_loads.end(load)
         load.end()
         state = load.owner
         if load.failure is not None:

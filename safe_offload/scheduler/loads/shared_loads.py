@@ -19,8 +19,12 @@ What bounds the wait (docs/guarantees.md: H5):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
@@ -34,6 +38,12 @@ if TYPE_CHECKING:
 
 WAIT_MAX_S = 10.0
 """A request waits no longer for loads of others, over its whole life; nor than a transfer may."""
+MARK_EVERY = 16
+"""A load is found by the hash of its first block, and of each block whose place in the prompt is a
+multiple of this: so few looks find it from any of its blocks."""
+LOOKS_MAX = 16
+"""Loads of one block that are looked at: where vLLM does not keep what they bring, there may be as
+many as requests."""
 
 
 @dataclass(slots=True)
@@ -85,7 +95,11 @@ class Wait:
 
 
 class SharedLoads:
-    """Decides which request waits for which load; it has no state of its own.
+    """Decides which request waits for which load.
+
+    Its state: the loads that have begun and not ended, the oldest first, by the hashes of some of
+    the blocks that each brings, and these hashes of each. They are a few for each load, and one for
+    each `MARK_EVERY` blocks that it brings.
 
     Args:
         wait_max_s: of one request, over its whole life.
@@ -95,6 +109,25 @@ class SharedLoads:
         self._geometry = geometry
         self._wait_max_s = wait_max_s
         self._counters = counters
+        self._loads: defaultdict[bytes, dict[Load, None]] = defaultdict(dict)
+        self._marks: dict[Load, list[bytes]] = {}
+
+    def begin(self, load: Load) -> None:
+        """A load has begun: requests may wait for it."""
+        first, end = load.first_hash, load.end_hash
+        next_mark = first - first % MARK_EVERY + MARK_EVERY
+        marks = [*load.hashes[first : first + 1], *load.hashes[next_mark:end:MARK_EVERY]]
+        self._marks[load] = marks
+        for block_hash in marks:
+            self._loads[block_hash][load] = None
+
+    def end(self, load: Load) -> None:
+        """Every rank has reported a load, or it is given up."""
+        for block_hash in self._marks.pop(load, ()):
+            loads = self._loads[block_hash]
+            loads.pop(load, None)
+            if not loads:
+                del self._loads[block_hash]
 
     def goes_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> bool:
         """Whether a request that waits for a load is to wait on; else its wait has ended.
@@ -124,17 +157,14 @@ class SharedLoads:
         wait.asked_s, wait.is_put_off = now_s, wait.waited_s < self._wait_max_s
         return wait.is_put_off
 
-    def find(
-        self, wait: Wait, request: Request, num_computed_tokens: int, loads: Iterable[Load]
-    ) -> Load | None:
-        """Return the load that a request may wait for, rather than make its own.
-
-        Args:
-            loads: that have begun and that not all ranks have reported, in that order.
-        """
+    def find(self, wait: Wait, request: Request, num_computed_tokens: int) -> Load | None:
+        """Return the load that a request may wait for, rather than make its own: the oldest."""
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
             return None
-        for load in loads:
+        place = num_computed_tokens // self._geometry.hash_block_size
+        marks = request.block_hashes[place - place % MARK_EVERY : place + 1]
+        found = [loads for block_hash in marks if (loads := self._loads.get(block_hash))]
+        for load in islice(merge(*found, key=_age), LOOKS_MAX) if found else ():
             if (
                 load.transfer_id > wait.newest_id
                 and load.is_under_way
@@ -193,3 +223,18 @@ def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
     """Whether a request has the first `count` hashes of the one that loads."""
     known = min(len(hashes), len(load.hashes))
     return count <= known and hashes[count - 1] == load.hashes[count - 1]
+
+
+def num_shared(load: Load, hashes: Sequence[bytes]) -> int:
+    """Return how many first hashes of a request are those of the one that loads.
+
+    Up to where the load ends. Few are compared: those before an equal one are equal.
+    """
+    end = min(load.end_hash, len(hashes))
+    if _is_shared(load, hashes, end):
+        return end
+    return bisect_left(range(end), True, key=lambda place: hashes[place] != load.hashes[place])
+
+
+def _age(load: Load) -> int:
+    return load.transfer_id

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.loads import boundaries, shared_loads
-from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
+from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S, SharedLoads, Wait
+from safe_offload.scheduler.pending import Load
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
 from tests.simulator.groups import BLOCK_TOKENS
@@ -668,3 +670,65 @@ def test_multi_connector_passes_the_wait_on_and_asks_again():
     assert multi.get_num_new_matched_tokens(request, 0) == (None, False)
     assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
     assert multi._requests_to_connector == {"r": 0}
+
+
+# ---- where a load is found ---------------------------------------------------------------------
+
+
+def a_load(transfer_id: int, first: int, end: int) -> Any:
+    """Of some blocks of a prompt whose hashes are their places."""
+    owner = SimpleNamespace(request=None, finished=False)
+    hashes = [b"%d" % place for place in range(end)]
+    return Load(
+        transfer_id=transfer_id,
+        ranks_left={0},
+        transfer=cast(Any, None),
+        lease=cast(Any, None),
+        owner=cast(Any, owner),
+        num_tokens=end - first,
+        hashes=hashes,
+        first_hash=first,
+        end_hash=end,
+    )
+
+
+def test_the_oldest_load_that_brings_a_block_is_found_from_any_block_of_it():
+    geometry: Any = SimpleNamespace(
+        hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
+    )
+    shared = SharedLoads(geometry, WAIT_MAX_S, Counters())
+    request: Any = SimpleNamespace(block_hashes=[b"%d" % place for place in range(60)])
+    loads = [a_load(0, 40, 50), a_load(1, 3, 37), a_load(2, 16, 18), a_load(3, 20, 60)]
+    for load in loads:
+        shared.begin(load)
+    for newest_id in range(-1, 4):
+        for place in range(60):
+            wait = Wait(newest_id=newest_id)
+            found = [load for load in loads[newest_id + 1 :] if load.first_hash <= place]
+            expected = next((load for load in found if place < load.end_hash), None)
+            assert shared.find(wait, request, place) is expected, place
+    for load in loads:
+        shared.end(load)
+    assert shared.find(Wait(), request, 20) is None
+
+
+def test_a_load_that_has_ended_is_not_looked_at(make_rig):
+    rig = make_shared(make_rig)
+    finish(rig, send(rig, 1 + NUM_OTHERS))
+    shared = rig.planner.loads._shared_loads
+    assert not shared._loads
+    assert not shared._marks
+
+
+def test_of_many_loads_of_one_block_a_few_are_looked_at():
+    geometry: Any = SimpleNamespace(
+        hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
+    )
+    shared = SharedLoads(geometry, WAIT_MAX_S, Counters())
+    request: Any = SimpleNamespace(block_hashes=[b"0"])
+    for transfer_id in range(shared_loads.LOOKS_MAX + 1):
+        shared.begin(a_load(transfer_id, 0, 1))
+    wait = Wait(newest_id=shared_loads.LOOKS_MAX - 2)
+    assert shared.find(wait, request, 0) is not None
+    wait = Wait(newest_id=shared_loads.LOOKS_MAX - 1)
+    assert shared.find(wait, request, 0) is None
