@@ -121,12 +121,11 @@ class Loads:
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
         hit = self._kept_hit(state, wanted)
         is_loading = bool(self.ledger.in_flight or self.ledger.new)
-        load = self._shared_loads.find(wait, request, num_computed_tokens) if is_loading else None
-        if hit is None and load is not None and (num_tokens := self._num_found(load, *wanted)):
-            # No search: in a burst of requests with one long prefix each would search all of it.
-            if self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
+        load = None
+        if hit is None and is_loading:
+            load, num_tokens = self._find_unsearched(wait, request, wanted)
+            if load and self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
                 return None
-            load = None
         if hit is None:
             hit = self._hits.find_hit(*wanted)
             if hit is None:
@@ -135,11 +134,12 @@ class Loads:
                     self._boundaries.part(state, self._hits.parted_at)
                     self._boundaries.move(state, num_computed_tokens)
                 return 0
-        if load is not None and self._begins_to_wait(
-            state, load, num_computed_tokens, hit.num_tokens, now_s
-        ):
-            self.drop_hit(state)
-            return None
+        if is_loading and load is None:
+            load = self._shared_loads.find(wait, request, num_computed_tokens)
+            num_tokens = hit.num_tokens
+            if load and self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
+                self.drop_hit(state)
+                return None
         if hit is not progress.hit and not was_put_off:
             num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
             if not self._costs.pays(Offer(hit.num_tokens, num_left)):
@@ -168,6 +168,22 @@ class Loads:
         progress.hit = progress.lease = None
         if state.phase is Phase.MATCHED:
             state.move(Phase.WAITING)
+
+    def _find_unsearched(
+        self, wait: Wait, request: Request, wanted: tuple[Sequence[bytes], int, int]
+    ) -> tuple[Load | None, int]:
+        """Return the load to wait for and the tokens of the hit; None if only a search tells.
+
+        In a burst of requests with one long prefix, a search by each would look at all of it.
+        """
+        hashes, num_computed_tokens, _ = wanted
+        for load in self._shared_loads.candidates(wait, request, num_computed_tokens):
+            num_tokens = self._num_found(load, *wanted)
+            if not num_tokens:
+                break
+            if self._shared_loads.is_kept(load, hashes, num_computed_tokens):
+                return load, num_tokens
+        return None, 0
 
     def _num_found(
         self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int, end_max: int

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
@@ -159,33 +159,30 @@ class SharedLoads:
 
     def find(self, wait: Wait, request: Request, num_computed_tokens: int) -> Load | None:
         """Return the load that a request may wait for, rather than make its own: the oldest."""
+        for load in self.candidates(wait, request, num_computed_tokens):
+            if self.is_kept(load, request.block_hashes, num_computed_tokens):
+                return load
+        return None
+
+    def candidates(self, wait: Wait, request: Request, num_computed_tokens: int) -> Iterator[Load]:
+        """Yield loads of a request's first missing block that it may wait for, the oldest first."""
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
-            return None
+            return
         place = num_computed_tokens // self._geometry.hash_block_size
         marks = request.block_hashes[place - place % MARK_EVERY : place + 1]
         found = [loads for block_hash in marks if (loads := self._loads.get(block_hash))]
         for load in islice(merge(*found, key=_age), LOOKS_MAX) if found else ():
-            if (
-                load.transfer_id > wait.newest_id
-                and load.is_under_way
-                and self._brings(load, request, num_computed_tokens)
-            ):
-                return load
-        return None
+            is_new = load.transfer_id > wait.newest_id and load.is_under_way
+            if is_new and _has_block(load, request.block_hashes, place):
+                yield load
 
     def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a load brings a request's first missing block, to where vLLM finds it.
-
-        Hashes are chained, so one that is equal says that all before it are.
-        """
+        """Whether a load brings a request's first missing block, to where vLLM finds it."""
         place = num_computed_tokens // self._geometry.hash_block_size
         hashes = request.block_hashes
-        is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
-        if not is_brought or load.hashes[place] != hashes[place]:
-            return False
-        return self._is_kept(load, hashes, num_computed_tokens)
+        return _has_block(load, hashes, place) and self.is_kept(load, hashes, num_computed_tokens)
 
-    def _is_kept(self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
+    def is_kept(self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
         """Whether vLLM's prefix cache has more than these tokens once the load has landed.
 
         By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
@@ -193,6 +190,8 @@ class SharedLoads:
         else helps. What the load's own request has of its prompt beyond the load is computed in the
         step that finds the load landed. A load that ends inside a block leaves no Mamba state
         there, if the prompt of its request does not end with it.
+
+        Asked only for what is waited for if it is: vLLM may be told to keep it.
         """
         geometry = self._geometry
         interval, size = geometry.retention_interval, geometry.hash_block_size
@@ -217,6 +216,15 @@ class SharedLoads:
             and _is_shared(load, hashes, load.end_hash)
             and keep_boundary(load.owner.request, end)
         )
+
+
+def _has_block(load: Load, hashes: Sequence[bytes], place: int) -> bool:
+    """Whether a load brings this block of a request.
+
+    Hashes are chained, so one that is equal says that all before it are.
+    """
+    is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
+    return is_brought and load.hashes[place] == hashes[place]
 
 
 def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
