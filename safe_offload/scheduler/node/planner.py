@@ -49,8 +49,8 @@ class NodePlanner(Planner):
     """A planner whose host slots are of a pool that other engines use, too.
 
     Its state beside that of `Planner`: what the ranks have said of their memory, blocks that only
-    this engine may find, when it looks for dead engines again, and since when another process has
-    kept it from its slots.
+    this engine may find, whether it has looked at the table in this step, when it looks for dead
+    engines again, and since when another process has kept it from its slots.
     """
 
     make_stores = NodeStores
@@ -64,6 +64,7 @@ class NodePlanner(Planner):
         )
         self.slots.keep_private(lambda block_hash: block_hash in self.private.hashes)
         self._pools: dict[int, PoolFacts | None] = {}
+        self._is_synced = False
         self._look_again_s = 0.0
         self._folder = ""
         self._num_damaged = 0
@@ -90,7 +91,7 @@ class NodePlanner(Planner):
             return None
         if not self.slots.wake():
             return 0
-        self.slots.sync()
+        self._sync()
         for _ in range(TRIES_MAX):
             num_lost = self.slots.num_lost
             found = super().get_num_new_matched_tokens(request, num_computed_tokens, now_s)
@@ -105,7 +106,7 @@ class NodePlanner(Planner):
         is_awake = slots.wake()
         self._say_if_stalled(now_s, is_awake=is_awake)
         if is_awake and slots.table is not None:
-            slots.sync()
+            self._sync()
             slots.balance()
             if now_s >= self._look_again_s:
                 self._look_again_s = now_s + LOOK_S
@@ -113,9 +114,16 @@ class NodePlanner(Planner):
                     logger.info("Of the shared host cache, %d engines have ended.", num_dead)
         if self.private.noted:
             self.private.note()
+        self._is_synced = False
         plan = super().build_connector_meta(scheduler_output, now_s)
         self._nap_if_idle()
         return plan
+
+    def _sync(self) -> None:
+        """Look at what others have changed, once in a step, however many requests ask."""
+        if not self._is_synced:
+            self._is_synced = True
+            self.slots.sync()
 
     def _say_what_is_damaged(self) -> None:
         """Count and log what the table has that cannot be; leave the pool if that is our place."""

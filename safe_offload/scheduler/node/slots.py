@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from safe_offload.node.table import Slots, Table
 
 LOOKS_MAX = 2048
-"""Changed slots that are looked at in one step: a few milliseconds."""
+"""Changed slots that are looked at in one `sync`, once in a step: a few milliseconds."""
 GIVES_MAX = 4
 """Lots that are given to others in one step."""
 
@@ -114,8 +114,8 @@ class NodeSlots(SlotPool):
             return True
         if not table.wake():
             return False
-        for lot in self._lots.difference(table.own_lots()):
-            self._lose(lot)
+        if lost := self._lots.difference(table.own_lots()):
+            self._lose(lost)
         return True
 
     def nap(self) -> None:
@@ -150,12 +150,13 @@ class NodeSlots(SlotPool):
         if not table.is_awake:
             return
         gone = np.flatnonzero(self._has_lot & (table.owners != np.uint64(table.engine + 1)))
-        for lot in gone.tolist():
-            if not table.reclaim(lot):
-                slots = table.range_of(lot)
-                self._guard([slot for slot in slots if slot in self._leased])
-                self._lose(lot)
-                self.forget([slot for slot in slots if self.directory.hashes[slot] is not None])
+        lost = [lot for lot in gone.tolist() if not table.reclaim(lot)]
+        if not lost:
+            return
+        slots = [slot for lot in lost for slot in table.range_of(lot)]
+        self._guard([slot for slot in slots if slot in self._leased])
+        self._lose(lost)
+        self.forget([slot for slot in slots if self.directory.hashes[slot] is not None])
 
     def _guard(self, slots: Sequence[int]) -> None:
         """Be a guest at leased slots of a lot that will be another's."""
@@ -212,23 +213,23 @@ class NodeSlots(SlotPool):
         if any(hashes[slot] is None or slot in being_stored for slot in leased):
             return False
         self._guard(leased)
-        self._lose(lot)
+        self._lose([lot])
         self._table.give(lot)
         return True
 
-    def _lose(self, lot: int) -> None:
-        """A lot is another's from now on; what it holds can still be found."""
-        slots = self._table.range_of(lot)
-        self._lots.discard(lot)
-        self._has_lot[lot] = False
-        for slot in slots:
-            self._is_own[slot] = 0
-        self._evictable.forget(slots)
-        self._empty = [slot for slot in self._empty if slot not in slots]
-        parked = self.parked.intersection(slots)
-        self.parked -= parked
-        self._leased -= parked
-        self._versions[lot] = np.iinfo(np.uint64).max
+    def _lose(self, lots: Collection[int]) -> None:
+        """Lots are another's from now on; what they hold can still be found."""
+        for lot in lots:
+            slots = self._table.range_of(lot)
+            self._lots.discard(lot)
+            self._has_lot[lot] = False
+            self._is_own[slots.start : slots.stop] = bytes(len(slots))
+            self._evictable.forget(slots)
+            parked = self.parked.intersection(slots)
+            self.parked -= parked
+            self._leased -= parked
+            self._versions[lot] = np.iinfo(np.uint64).max
+        self._empty = self._own(self._empty)
 
     # ---- grants --------------------------------------------------------------------------------
 
