@@ -5,10 +5,12 @@ It is made only where the configuration allows one of the two. So they cost noth
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count, Counters
+from safe_offload.scheduler.cache.directory import Key
 from safe_offload.scheduler.cache.pins import Pins
 from safe_offload.scheduler.limits import PIN_KEY, TELL_KEY
 from safe_offload.scheduler.node.planner import NodePlanner
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.tiered_hits import Present, TieredHits
 
+DEMOTED_MAX = 4096
+"""Ended requests that wait to be demoted; with one more, the first is evicted as others are."""
+DEMOTED_BLOCKS = 8192
+"""Of requests to be demoted that are looked at in one step: a few milliseconds."""
+
 _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 """Of requests that another connector answers for."""
 
@@ -37,9 +44,10 @@ def _asks(request: Request, key: str) -> bool:
 
 
 class GuidedPlanner(Planner):
-    """See `Planner`. Its own state: the pins, ended requests that are still to be demoted, where
-    the tokens of those come from whose clients want to know, and what the clients of those that
-    have ended since the last plan are told.
+    """See `Planner`. Its own state: the pins; ended requests that are still to be demoted, at most
+    `DEMOTED_MAX`, each with the key of a block that it was found to wait for; where the tokens of
+    those come from whose clients want to know, of requests that have not ended; and what the
+    clients of those that have ended since the last plan are told.
     """
 
     def __init__(
@@ -54,7 +62,7 @@ class GuidedPlanner(Planner):
         self._tiered_hits = tiered_hits
         self._nowhere: Present = tuple({} for _ in hits.geometry.group_block_sizes)
         self.pins = Pins(self.hits.slots, self.leases, self.options.pin_share)
-        self._demoted: list[Request] = []
+        self._demoted: deque[tuple[Request, Key | None]] = deque(maxlen=DEMOTED_MAX)
         self._sources: dict[Request, dict[str, int]] = {}
         self._answers: dict[Request, dict[str, int]] = {}
 
@@ -88,7 +96,7 @@ class GuidedPlanner(Planner):
         self.pins.set_time(now_s)
         self._answers.clear()
         if self._demoted:
-            self._demoted = [request for request in self._demoted if not self._demote(request)]
+            self._demote_some()
         return super().build_connector_meta(scheduler_output, now_s)
 
     def request_finished(self, request: Request) -> Any:
@@ -103,7 +111,7 @@ class GuidedPlanner(Planner):
         super().request_finished(request)
         self.pins.end(state)
         if limits.is_demoted and not self._is_disabled:
-            self._demoted.append(request)
+            self._demoted.append((request, None))
         sources = self._sources.pop(request, {})
         if "host_tokens" in sources:
             self._answer(request, TELL_KEY, sources)
@@ -149,18 +157,35 @@ class GuidedPlanner(Planner):
             request.kv_transfer_params.pop(key)
             self._answers.setdefault(request, {}).update(told)
 
-    def _demote(self, request: Request) -> bool:
-        """Let what the host has of a request go first; False while it is still being stored."""
+    def _demote_some(self) -> None:
+        """Let what the host has of some ended requests go first, unless it is still being stored.
+
+        A request whose store takes long is not looked through again before a block of it is there.
+        """
+        tables, being_stored = self.hits.directory.tables, self.hits.directory.being_stored
+        num_left = DEMOTED_BLOCKS
+        for _ in range(len(self._demoted)):
+            if num_left <= 0:
+                return
+            request, key = self._demoted.popleft()
+            if key is None or tables[key.group_idx].get(key.block_hash) not in being_stored:
+                num_left -= len(request.block_hashes) * len(tables)
+                key = self._demote(request)
+            if key is not None:
+                self._demoted.append((request, key))
+
+    def _demote(self, request: Request) -> Key | None:
+        """Demote a request; return its last block that is still being stored, to wait for that."""
         directory, slots = self.hits.directory, []
         for group_idx in self.hits.geometry.group_ids:
             hashes = self.hits.geometry.hashes_of(request, group_idx)
-            slots += [
-                slot for h in hashes if (slot := directory.tables[group_idx].get(h)) is not None
-            ]
-        if not directory.being_stored.isdisjoint(slots):
-            return False
+            found = map(directory.tables[group_idx].get, hashes)
+            slots += [slot for slot in found if slot is not None]
+        unfilled = next(filter(directory.being_stored.__contains__, reversed(slots)), None)
+        if unfilled is not None and (block_hash := directory.hashes[unfilled]) is not None:
+            return Key(directory.group_of(unfilled), block_hash)
         self.hits.slots.evict_first(slots[::-1])
-        return True
+        return None
 
     def reset_cache(self, cause: str | None = None) -> None:
         """See `Planner`; it ends all pins."""
