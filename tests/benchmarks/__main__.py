@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("tiers_engine", "engines that use a tier: computed, from the GPU, the host, the tier"),
         ("transfer", "rate of the copies, against what the hardware gives"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
+        ("growth", "how hook times grow with requests, blocks, pins, tenants, and so on"),
         ("copies", "`transfer` with vLLM's own copies and with latencies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("breakdown", "where the time of a hit goes, from its arrival to its first token"),

@@ -158,6 +158,7 @@ class SafeWorker(_SlowCopier):
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
             self._stores[transfer.transfer_id] = due
             self.num_stored += len(transfer.block_ids)
+        self._stores.update((spill.transfer_id, due) for spill in plan.spills)
         for transfer_id in plan.fences:  # the step waits for these
             if transfer_id in self._stores:
                 self._stores[transfer_id] = self._num_steps

@@ -286,8 +286,11 @@ class HostHits:
         return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
 
     def may_begin(self, block_hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
-        """Whether `find_hit` may find a hit, as far as a look at its first block tells."""
-        if num_computed_tokens % self._alignment_tokens:
+        """Whether `find_hit` may find a hit, as far as a look at its first block tells.
+
+        False where drafts are made, too: a search drops the last block that it finds.
+        """
+        if num_computed_tokens % self._alignment_tokens or self._coordinator.eagle_group_ids:
             return False
         if self.full_group is None:
             return True

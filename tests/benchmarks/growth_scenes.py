@@ -1,0 +1,468 @@
+"""Scenes whose next step shows how the time of hooks grows with one dimension of what there is.
+
+Each makes an engine, vLLM's real scheduler with the scheduler side of ours and stand-ins for the
+workers, that is about to make the step in question. What a scene says of its size is what doubles.
+`python -m tests.benchmarks growth` times them, tests/scheduler/test_growth.py counts instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from safe_offload.node import pools
+from safe_offload.node.pools import open_rank
+from safe_offload.node.table import Table
+from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind, PoolFacts, StepReport
+from tests.node.engines import hash_of, pools_in, wanted
+from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.peers import PeerEngine, peer_shape
+from tests.simulator.vllm_setup import OURS
+
+HANGS = 10_000
+"""Steps of a copy that does not end in the scene."""
+PLAIN, WINDOWED = ("full",), ("full", "window:10")
+
+Closing = ExitStack
+Make = Callable[[int, Closing], PeerEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """`first`: the smallest of its sizes; `counted`: of those at which instructions are counted."""
+
+    name: str
+    make: Make
+    first: int
+    counted: int = 25
+
+
+SCENES: list[Scene] = []
+
+
+def scene(name: str, *, first: int = 500, counted: int = 25) -> Callable[[Make], Make]:
+    """Put a function into the list of scenes."""
+
+    def add(make: Make) -> Make:
+        SCENES.append(Scene(name, make, first, counted))
+        return make
+
+    return add
+
+
+class Looks(dict[bytes, int]):
+    """A table of the directory; each look is some instructions, where one of a dict's is none."""
+
+    def get(self, block_hash: bytes, default: Any = None) -> Any:
+        return super().get(block_hash, default)
+
+
+def word(request_id: str, position: int) -> int:
+    return (hash(request_id) + position * 7919) % 1000
+
+
+def make_engine(num_blocks: int, groups: tuple[str, ...] = PLAIN, **shape: Any) -> PeerEngine:
+    """An engine whose copies end at once, and whose host has room for all."""
+    sizes = {"num_blocks": num_blocks * len(groups), "num_slots": 2 * num_blocks * len(groups)}
+    limits = {"max_model_len": num_blocks * BLOCK_TOKENS, "max_batched_tokens": 8192}
+    extra = {"min_load_tokens": 0, "max_inflight_bytes": "1GiB", **shape.pop("extra", {})}
+    connector = shape.pop("connector", OURS)
+    fields = {"groups": groups, "max_seqs": 256, **sizes, **limits, **shape, "extra": extra}
+    engine = PeerEngine(peer_shape(connector, **fields), 0, word)
+    engine.send("first", [1, 2], 1)  # the workers tell how many slots there are
+    engine.drain()
+    engine.step()
+    return engine
+
+
+def own_prompt(number: int, num_blocks: int) -> list[int]:
+    """Prompts of which no two share a block; a token more than those."""
+    return [number % 1000, number // 1000, *[3] * (num_blocks * BLOCK_TOKENS - 1)]
+
+
+def prompt_behind(num_shared: int, number: int) -> list[int]:
+    """Prompts that share some blocks and then differ, within a block."""
+    return [*[7] * (num_shared * BLOCK_TOKENS), number % 1000, number // 1000]
+
+
+def send(engine: PeerEngine, name: str, prompts: list[list[int]], **how: Any) -> None:
+    """Send requests of one token; `how`: options of vLLM's `Request`."""
+    for number, prompt in enumerate(prompts):
+        engine.send(f"{name}{number}", prompt, 1, **how)
+
+
+def on_host_only(engine: PeerEngine, prompts: list[list[int]], copy_steps: int = HANGS) -> None:
+    """Serve prompts, so that only the host has them; a copy takes so many steps from now on."""
+    send(engine, "warm", prompts)
+    engine.drain(100_000)
+    assert engine.scheduler.reset_prefix_cache()
+    if engine.connector is None:
+        return
+    engine.worker._copy_steps = copy_steps
+    directory = engine.connector.side.hits.directory
+    directory.tables = tuple(map(Looks, directory.tables))
+
+
+# ---- loads -------------------------------------------------------------------------------------
+
+
+def loading(count: int, groups: tuple[str, ...], copy_steps: int = HANGS) -> PeerEngine:
+    engine = make_engine(4 * count + 100, groups)
+    prompts = [own_prompt(number, 2) for number in range(count)]
+    on_host_only(engine, prompts, copy_steps)
+    send(engine, "r", prompts)
+    return engine
+
+
+@scene("waiting requests, each with a hit of its own", first=100)
+def _own_hits(count: int, _: Closing) -> PeerEngine:
+    return loading(count, PLAIN)
+
+
+@scene("the same with windows", first=100)
+def _own_hits_of_windows(count: int, _: Closing) -> PeerEngine:
+    return loading(count, WINDOWED)
+
+
+@scene("loads that land in one step", first=100)
+def _landing(count: int, _: Closing) -> PeerEngine:
+    engine = loading(count, PLAIN, copy_steps=1)
+    engine.step()
+    assert len(engine.connector.side.loads) == count
+    return engine
+
+
+@scene("loads under way whose requests were aborted", first=100)
+def _aborted(count: int, _: Closing) -> PeerEngine:
+    from vllm.v1.request import RequestStatus
+
+    engine = loading(count, PLAIN)
+    engine.step()
+    names = [f"r{number}" for number in range(count)]
+    engine.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    return engine
+
+
+def burst(
+    count: int, groups: tuple[str, ...], num_own: int = 0, connector: str = OURS
+) -> PeerEngine:
+    """As many requests as the prefix has blocks that they share, and only the host has."""
+    engine = make_engine((4 + num_own) * count + 100, groups, connector=connector)
+    tail = [3] * (num_own * BLOCK_TOKENS)
+    prompts = [[*prompt_behind(count, number), *tail] for number in range(count)]
+    on_host_only(engine, prompts if num_own else prompts[:1])
+    send(engine, "r", prompts)
+    return engine
+
+
+@scene("waiting requests behind one prefix of as many blocks")
+def _burst(count: int, _: Closing) -> PeerEngine:
+    return burst(count, PLAIN)
+
+
+@scene("the same, each with two blocks of its own on the host")
+def _burst_with_own(count: int, _: Closing) -> PeerEngine:
+    return burst(count, PLAIN, num_own=2)
+
+
+@scene("the same with windows, without those")
+def _burst_of_windows(count: int, _: Closing) -> PeerEngine:
+    return burst(count, WINDOWED)
+
+
+@scene("the step after that: all wait for one load")
+def _waiting_for_one(count: int, _: Closing) -> PeerEngine:
+    engine = burst(count, PLAIN)
+    engine.step()
+    return engine
+
+
+@scene("blocks of one hit", first=2000)
+def _prefix(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(2 * count + 100)
+    on_host_only(engine, [own_prompt(0, count)])
+    send(engine, "r", [own_prompt(0, count)])
+    return engine
+
+
+@scene("prompts that part from a longer one, which ends (hit ends)", first=250)
+def _hit_ends(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(4 * count + 400, WINDOWED, retention_interval=0, max_seqs=4 * count)
+    long = [number % 997 for number in range(count * BLOCK_TOKENS)]
+    engine.send("long", long, 2)
+    engine.step()
+    for number in range(count):
+        engine.send(f"r{number}", [*long[: number * BLOCK_TOKENS], 998, 998], 1)
+    state = engine.connector.side.book.get("long")
+    assert state.hit_ends
+    engine.scheduler.max_num_scheduled_tokens = 1  # of all only the long one runs, and ends
+    return engine
+
+
+# ---- stores ------------------------------------------------------------------------------------
+
+
+@scene("running requests that compute an answer")
+def _running(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(4 * count + 100, max_seqs=count, max_batched_tokens=64 * count)
+    for number in range(count):
+        engine.send(f"r{number}", own_prompt(number, 1), 20)
+    engine.step()
+    engine.step()
+    return engine
+
+
+@scene("blocks computed in one step", first=2000)
+def _computed(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(2 * count + 100, max_batched_tokens=count * BLOCK_TOKENS + 100)
+    engine.send("r", own_prompt(0, count), 2)
+    return engine
+
+
+@scene("blocks of running requests for which the host has no room", first=1000)
+def _left_over(count: int, _: Closing) -> PeerEngine:
+    limits = {"max_batched_tokens": count * BLOCK_TOKENS + 100, "num_slots": 20}
+    engine = make_engine(2 * count + 100, **limits)
+    engine.send("r", own_prompt(0, count), 20)
+    for _step in range(3):
+        engine.step()
+    return engine
+
+
+@scene("requests that wait for one that runs")
+def _queue(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(4 * count + 100, max_seqs=1, extra={"pin_share": 0.5})
+    engine.send("runs", own_prompt(0, 1), 50)
+    for number in range(1, count):
+        params = {"pin_s": 60}
+        engine.send(f"r{number}", own_prompt(number, 1), 1, kv_transfer_params=params)
+    engine.step()
+    engine.step()
+    return engine
+
+
+# ---- pins and hints ----------------------------------------------------------------------------
+
+
+def pinned(count: int, closing: Closing) -> tuple[PeerEngine, mock.Mock]:
+    """So many pins of prompts that begin with as many blocks; also the clock, which stands."""
+    clock = closing.enter_context(mock.patch("safe_offload.connector.monotonic", return_value=0.0))
+    engine = make_engine(8 * count + 100, extra={"pin_share": 0.9})
+    prompts = [[*prompt_behind(count, number), 3, 4, 5] for number in range(count)]
+    send(engine, "pin", prompts, kv_transfer_params={"pin_s": 600})
+    engine.drain(100_000)
+    pins = engine.connector.side.pins
+    assert len(pins) == count
+    assert count < pins.num_slots <= 3 * count
+    return engine, clock
+
+
+@scene("pins of one prefix of as many blocks that expire", first=250)
+def _expiring(count: int, closing: Closing) -> PeerEngine:
+    engine, clock = pinned(count, closing)
+    clock.return_value = 700.0
+    engine.send("next", [8, 9], 1)
+    return engine
+
+
+@scene("such pins, and a block is forgotten", first=250)
+def _forgotten(count: int, closing: Closing) -> PeerEngine:
+    engine, _ = pinned(count, closing)
+    side = engine.connector.side
+    side.hits.slots.forget([next(iter(side.pins._counts))])
+    engine.send("next", [8, 9], 1)
+    return engine
+
+
+@scene("demoted requests of as many blocks whose stores hang", first=100, counted=10)
+def _demoted(count: int, _: Closing) -> PeerEngine:
+    action = {"action_type": "kv.demote", "action_version": "1.0"}
+    hints = {"kv_hints": {"protocol_version": "0.1", "actions": [action]}}
+    engine = make_engine(8 * count + 100, extra={"kv_hints": True})
+    send(engine, "warm", [prompt_behind(count, 0)])
+    engine.drain()
+    engine.worker._copy_steps = HANGS
+    prompts = [[*prompt_behind(count, number), *[3] * BLOCK_TOKENS] for number in range(count)]
+    send(engine, "r", prompts, kv_transfer_params=hints)
+    side = engine.connector.side
+    while engine.scheduler.requests:
+        engine.step()
+    for _step in range(5):
+        engine.step()
+    assert len(side._demoted) == count
+    engine.send("next", [8, 9], 2)
+    return engine
+
+
+# ---- tenants -----------------------------------------------------------------------------------
+
+
+def tenants_file(closing: Closing, prefixes: list[list[str]]) -> str:
+    """A file of tenants that have these prefixes of salts."""
+    folder = closing.enter_context(tempfile.TemporaryDirectory())
+    share = f"{90 // len(prefixes)}%"
+    entries = {f"t{n}": {"share": share, "prefix": own} for n, own in enumerate(prefixes)}
+    file = Path(folder) / "tenants.json"
+    file.write_text(json.dumps({"default": "0%", "guaranteed": entries}))
+    return str(file)
+
+
+def of_tenants(count: int, salts: list[str], closing: Closing, file: str) -> PeerEngine:
+    """So many requests, each with a salt, that fill a host that is full."""
+    shape = {"num_slots": 2 * count, "extra": {"tenants": file}}
+    engine = make_engine(8 * count + 100, max_batched_tokens=64 * count, **shape)
+    closing.callback(engine.connector.side.shutdown)
+    for turn in range(3):
+        for number in range(count):
+            prompt = own_prompt(turn * count + number, 2)
+            engine.send(f"r{turn}.{number}", prompt, 1, cache_salt=salts[number % len(salts)])
+        if turn < 2:
+            engine.drain()
+    return engine
+
+
+@scene("tenants, and as many requests of each four", first=4, counted=4)
+def _tenants(count: int, closing: Closing) -> PeerEngine:
+    salts = [f"s{n:02}" for n in range(count)]
+    return of_tenants(4 * count, salts, closing, tenants_file(closing, [[s] for s in salts]))
+
+
+@scene("salts, named one by one, and as many requests", first=200)
+def _salts(count: int, closing: Closing) -> PeerEngine:
+    salts = [f"salt{n:05}" for n in range(count)]
+    return of_tenants(count, salts, closing, tenants_file(closing, [salts]))
+
+
+# ---- tiers -------------------------------------------------------------------------------------
+
+
+def with_tier(num_blocks: int, closing: Closing, num_slots: int, **options: Any) -> PeerEngine:
+    """An engine with a tier that takes all and never answers what it has."""
+    folder = closing.enter_context(tempfile.TemporaryDirectory())
+    tier = {"url": f"file://{folder}", "wait_s": 1e-6, **options}
+    engine = make_engine(num_blocks, extra={"tiers": [tier]}, num_slots=num_slots)
+    closing.callback(engine.connector.side.shutdown)
+    return engine
+
+
+@scene("blocks that wait to be spilled", first=1000)
+def _spills(count: int, closing: Closing) -> PeerEngine:
+    engine = with_tier(2 * count + 100, closing, num_slots=count + 100)
+    engine.send("r", own_prompt(0, count), 200)
+    queue, held = engine.connector.side.tiers.spills._queue, engine.connector.side.hits.directory
+    while held.num_held < count:
+        engine.step()
+    engine.step()
+    assert len(queue) > count // 4
+    return engine
+
+
+@scene("slots that are looked at before they are evicted", first=4000, counted=100)
+def _evicted(count: int, closing: Closing) -> PeerEngine:
+    engine = with_tier(count, closing, num_slots=count, store="evicted")
+    for number in range(2):
+        engine.send(f"r{number}", own_prompt(number, 9 * count // 10), 1)
+        engine.drain(100_000)
+    engine.send("next", own_prompt(9, 2), 2)
+    engine.step()
+    return engine
+
+
+@scene("requests that wait for a tier")
+def _lookups(count: int, closing: Closing) -> PeerEngine:
+    engine = with_tier(4 * count + 100, closing, num_slots=8 * count, wait_s=600)
+    send(engine, "r", [own_prompt(number, 2) for number in range(count)])
+    engine.step()
+    return engine
+
+
+# ---- resets ------------------------------------------------------------------------------------
+
+
+class ResetsIn(PeerEngine):
+    """An engine whose next step begins with a reset."""
+
+    def step(self) -> list[str]:
+        self.connector.reset_cache()
+        return super().step()
+
+
+@scene("blocks and running requests at a reset", first=250)
+def _reset(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(12 * count + 100, max_seqs=count, max_batched_tokens=128 * count)
+    on_host_only(engine, [own_prompt(number, 4) for number in range(count)], 0)
+    for number in range(count):
+        engine.send(f"r{number}", own_prompt(number, 4), 20)
+    for _step in range(3):
+        engine.step()
+    engine.__class__ = ResetsIn
+    return engine
+
+
+# ---- a pool that several engines share ---------------------------------------------------------
+
+
+@contextmanager
+def neighbours(num_slots: int, num_engines: int) -> Iterator[tuple[Table, PoolFacts]]:
+    """A pool with other engines; the first has all free lots. Also where one more would join."""
+    with tempfile.TemporaryDirectory() as folder, pools_in(Path(folder)), ExitStack() as closing:
+        tables = []
+        for _engine in range(num_engines):
+            file = open_rank(wanted(num_slots))
+            closing.callback(file.locks.close)
+            table = Table(str(pools.user_folder() / "pool" / pools.TABLE))
+            closing.callback(table.close)
+            table.join([file.token])
+            tables.append(table)
+        for lot in tables[0].free_lots(num_slots):
+            tables[0].claim(lot)
+        file = open_rank(wanted(num_slots))
+        closing.callback(file.locks.close)
+        place = str(pools.user_folder() / "pool"), file.pool_id
+        yield tables[0], PoolFacts(place, file.token)
+
+
+def in_pool(num_slots: int, num_engines: int, num_requests: int, closing: Closing) -> PeerEngine:
+    """An engine that has joined a pool, where its neighbour publishes all slots just now."""
+    table, pool = closing.enter_context(neighbours(num_slots, num_engines))
+    shape = {"num_slots": num_slots, "extra": {"share": "node", "min_load_tokens": 0}}
+    limits = {"max_model_len": 2000, "max_batched_tokens": 8192, "max_seqs": 256}
+    made = peer_shape(OURS, num_blocks=4 * num_requests + 100, **limits, **shape)
+    engine = PeerEngine(made, 0, word)
+    closing.callback(engine.connector.shutdown)
+    facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, ""), ("x",), pool=pool)
+    step = engine.worker.step
+
+    def step_with(plan: Any) -> Any:
+        received, report = step(plan)
+        if report is not None and report.capacities:
+            report = StepReport(report.outcomes, report.capacities, host_facts=(facts,))
+        return received, report
+
+    engine.worker.step = step_with  # type: ignore[method-assign]
+    engine.send("first", [1, 2], 1)
+    engine.drain()
+    assert engine.connector.side.slots.table is not None
+    slots = np.flatnonzero(np.repeat(table.owners == 1, table.lot_slots)[:num_slots])
+    hashes = [hash_of(1, place) for place in range(len(slots))]
+    table.publish(slots, [0] * len(slots), hashes, [0] * len(slots))
+    send(engine, "r", [own_prompt(number, 2) for number in range(num_requests)])
+    return engine
+
+
+@scene("requests beside a large pool that is full of news")
+def _backlog(count: int, closing: Closing) -> PeerEngine:
+    return in_pool(40 * count, 1, count, closing)
+
+
+@scene("engines of a pool", first=3, counted=3)
+def _engines(count: int, closing: Closing) -> PeerEngine:
+    return in_pool(4096, count, 32, closing)
