@@ -75,11 +75,13 @@ class Tenants:
         labels: by number.
         shares: of the host slots, and of each directory, guaranteed to each, in parts of `WHOLE`.
         salts: the number of each, by prefix or digest of the salt.
+        prefix_lengths: of those, the longest first.
     """
 
     labels: tuple[str, ...] = (REST,)
     shares: tuple[int, ...] = (0,)
     salts: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
+    prefix_lengths: tuple[int, ...] = ()
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -95,11 +97,11 @@ class Tenants:
         if not salt:
             return 0
         digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()
-        found = [
-            (way, text) for way, text in self.salts if way == "prefix" and salt[: len(text)] == text
-        ]
-        longest = max(found, key=lambda each: len(each[1]), default=("", ""))
-        return self.salts.get(("salt_sha256", digest), self.salts.get(longest, 0))
+        number = self.salts.get(("salt_sha256", digest))
+        for length in self.prefix_lengths if number is None else ():
+            if (number := self.salts.get(("prefix", salt[:length]))) is not None:
+                break
+        return number or 0
 
 
 def parse(text: bytes | None) -> Tenants:
@@ -143,7 +145,8 @@ def parse(text: bytes | None) -> Tenants:
                     _refuse(f'a {way} of "{label}" is another\'s too')
     if (total := sum(shares)) > WHOLE:
         _refuse(f"the shares are {total / 100:g}% together, more than 100%")
-    return Tenants(tuple(labels), tuple(shares), salts)
+    lengths = sorted({len(text) for way, text in salts if way == "prefix"}, reverse=True)
+    return Tenants(tuple(labels), tuple(shares), salts, tuple(lengths))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
+HIT_ENDS_MAX = 256
+"""Of one request: when it ends, it is looked at what the host has at each."""
+
+
 class Phase(enum.Enum):
     """Where a request is in its life."""
 
@@ -65,7 +69,8 @@ class RequestState:
             may end its wait, has not come back.
         is_announced: vLLM was told that its present wait has ended.
         hit_ends: tokens at which hits of its prompt end, and others' will: where it began after
-            what the GPU or the host had, and where prompts were seen to part.
+            what the GPU or the host had, and where prompts were seen to part; the first
+            `HIT_ENDS_MAX` of them.
     """
 
     request: Request
@@ -108,7 +113,8 @@ class RequestState:
 
     def ends_hits_at(self, num_tokens: int) -> None:
         """Note that hits end at a token."""
-        self.hit_ends.add(num_tokens)
+        if len(self.hit_ends) < HIT_ENDS_MAX:
+            self.hit_ends.add(num_tokens)
 
     def allocated(self) -> None:
         """vLLM gave it blocks: whatever it waits for from now on is not announced."""

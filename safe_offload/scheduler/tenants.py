@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
@@ -40,9 +42,10 @@ class TenantStores(Stores):
         if owner is not None:
             self.slots.serve(owner.request.cache_salt)
             return super().add(blocks, owner, is_intact=is_intact)
-        salts, num_stored, start = self.salts, 0, 0
+        salts: Mapping[int, str | None] = self.salts
+        num_stored = start = 0
         if blocks.group_idx in self.boundary_group_ids:
-            salts = salts | self.new_salts
+            salts = ChainMap(self.new_salts, self.salts)
         for salt, run in groupby(salts.get(block.block_id) for block in blocks.blocks):
             end = start + len(list(run))
             self.slots.serve(salt)

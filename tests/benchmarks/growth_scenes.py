@@ -163,22 +163,22 @@ def burst(
     return engine
 
 
-@scene("waiting requests behind one prefix of as many blocks")
+@scene("waiting requests behind one prefix of as many blocks", first=100)
 def _burst(count: int, _: Closing) -> PeerEngine:
     return burst(count, PLAIN)
 
 
-@scene("the same, each with two blocks of its own on the host")
+@scene("the same, each with two blocks of its own on the host", first=100)
 def _burst_with_own(count: int, _: Closing) -> PeerEngine:
     return burst(count, PLAIN, num_own=2)
 
 
-@scene("the same with windows, without those")
+@scene("the same with windows, without those", first=100)
 def _burst_of_windows(count: int, _: Closing) -> PeerEngine:
     return burst(count, WINDOWED)
 
 
-@scene("the step after that: all wait for one load")
+@scene("the step after that: all wait for one load", first=100)
 def _waiting_for_one(count: int, _: Closing) -> PeerEngine:
     engine = burst(count, PLAIN)
     engine.step()
@@ -193,7 +193,7 @@ def _prefix(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
-@scene("prompts that part from a longer one, which ends (hit ends)", first=250)
+@scene("prompts that part from a longer one, which ends (hit ends)", first=250, counted=50)
 def _hit_ends(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(4 * count + 400, WINDOWED, retention_interval=0, max_seqs=4 * count)
     long = [number % 997 for number in range(count * BLOCK_TOKENS)]
@@ -265,7 +265,7 @@ def pinned(count: int, closing: Closing) -> tuple[PeerEngine, mock.Mock]:
     return engine, clock
 
 
-@scene("pins of one prefix of as many blocks that expire", first=250)
+@scene("pins of one prefix of as many blocks that expire", first=100)
 def _expiring(count: int, closing: Closing) -> PeerEngine:
     engine, clock = pinned(count, closing)
     clock.return_value = 700.0
@@ -273,7 +273,7 @@ def _expiring(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("such pins, and a block is forgotten", first=250)
+@scene("such pins, and a block is forgotten", first=100)
 def _forgotten(count: int, closing: Closing) -> PeerEngine:
     engine, _ = pinned(count, closing)
     side = engine.connector.side
@@ -282,7 +282,7 @@ def _forgotten(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("demoted requests of as many blocks whose stores hang", first=100, counted=10)
+@scene("demoted requests of as many blocks whose stores hang", first=50, counted=10)
 def _demoted(count: int, _: Closing) -> PeerEngine:
     action = {"action_type": "kv.demote", "action_version": "1.0"}
     hints = {"kv_hints": {"protocol_version": "0.1", "actions": [action]}}
@@ -329,10 +329,10 @@ def of_tenants(count: int, salts: list[str], closing: Closing, file: str) -> Pee
     return engine
 
 
-@scene("tenants, and as many requests of each four", first=4, counted=4)
+@scene("tenants of 128 requests", first=4, counted=4)
 def _tenants(count: int, closing: Closing) -> PeerEngine:
     salts = [f"s{n:02}" for n in range(count)]
-    return of_tenants(4 * count, salts, closing, tenants_file(closing, [[s] for s in salts]))
+    return of_tenants(128, salts, closing, tenants_file(closing, [[s] for s in salts]))
 
 
 @scene("salts, named one by one, and as many requests", first=200)

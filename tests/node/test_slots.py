@@ -13,6 +13,8 @@ from safe_offload.node import table as table_module
 from safe_offload.node.table import DEAD_AFTER_S, reserved_slots
 from safe_offload.observe.counters import Count
 from safe_offload.scheduler.cache.leases import LeaseKind
+from tests.benchmarks.growth import EXPONENT_MAX, fitted
+from tests.benchmarks.scheduler_probe import HookCounter
 from tests.node.engines import Engine, hash_of, pools_in
 from tests.node.storm import account, storm
 
@@ -242,6 +244,25 @@ def test_an_engine_that_naps_gives_its_surplus_without_running(start):
     assert one.slots.wake()
     one.check()
     assert len(one.slots.grant(SLOTS)) == USABLE - USABLE // 2
+
+
+def test_an_engine_that_lost_many_lots_asleep_goes_through_its_empty_slots_once(tmp_path):
+    def work(num_slots):
+        folder = tmp_path / str(num_slots)
+        folder.mkdir(exist_ok=True)
+        with pools_in(folder):
+            one, other = Engine(num_slots), Engine(num_slots)
+            num_usable = len(one.slots.grant(num_slots))
+            one.slots.release(range(num_slots - num_usable, num_slots))
+            one.slots.nap()
+            assert len(other.slots.grant(num_slots)) == num_usable // 2
+            counter = HookCounter()
+            assert counter.wrap("wake", one.slots.wake)()
+            for engine in (one, other):
+                engine.close()
+            return counter.total.instructions
+
+    assert fitted((512, 4096), (work(512), work(4096))) <= EXPONENT_MAX
 
 
 def test_an_engine_that_naps_writes_nothing(start):

@@ -1,192 +1,89 @@
 """Work of hooks in one step of vLLM's scheduler: it grows no faster than what the step brings.
 
 Counted in bytecode instructions, so that no other process changes it. What runs in C counts as
-nothing; so a table that is looked into there is replaced by one whose looks are Python.
+nothing; `python -m tests.benchmarks growth` times the same scenes, larger.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from safe_offload.scheduler.cache.leases import LeaseKind
-from tests.benchmarks.scheduler_probe import HookCounter, wrap_hooks
-from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.peers import PeerEngine, peer_shape
-from tests.simulator.vllm_setup import OURS
+from safe_offload.scheduler.loads.loads import Loads
+from safe_offload.scheduler.node.slots import NodeSlots
+from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
+from safe_offload.scheduler.tiers import spills
+from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
+from tests.benchmarks.growth_scenes import SCENES, make_engine, pinned
 
-EXPONENT_MAX = 1.15
-NUM_DOUBLINGS = 3
-COPY_STEPS_MANY = 10_000
-
-
-class Looks(dict[bytes, int]):
-    """A table of the directory; each look is some instructions."""
-
-    def get(self, block_hash: bytes, default: Any = None) -> Any:
-        return super().get(block_hash, default)
+SCENE_OF = {scene.name: scene for scene in SCENES}
 
 
-def word(request_id: str, position: int) -> int:
-    return (hash(request_id) + position * 7919) % 1000
+@pytest.mark.parametrize("scene", SCENES, ids=[scene.name for scene in SCENES])
+def test_hooks_grow_no_faster_than_what_there_is(scene):
+    assert counted_exponent(scene) <= EXPONENT_MAX
 
 
-def make_engine(num_blocks: int, groups: tuple[str, ...] = ("full",), **shape: Any) -> PeerEngine:
-    """An engine whose copies end at once, and whose host has room for all."""
-    sizes = {"num_blocks": num_blocks * len(groups), "num_slots": 2 * num_blocks * len(groups)}
-    limits = {"max_model_len": num_blocks * BLOCK_TOKENS, "max_batched_tokens": 8192}
-    extra = {"min_load_tokens": 0, "max_inflight_bytes": "1GiB", **shape.pop("extra", {})}
-    made = peer_shape(OURS, groups=groups, max_seqs=256, extra=extra, **sizes, **limits, **shape)
-    engine = PeerEngine(made, 0, word)
-    engine.send("first", [1, 2], 1)  # the workers tell how many slots there are
-    engine.drain()
-    engine.step()
-    return engine
+def test_a_hook_that_searches_what_all_share_grows_faster(monkeypatch):
+    monkeypatch.setattr(Loads, "_num_found", lambda *args: 0)
+    scene = SCENE_OF["the same, each with two blocks of its own on the host"]
+    assert counted_exponent(scene) > EXPONENT_MAX
 
 
-def forget_gpu_cache(engine: PeerEngine, copy_steps: int = COPY_STEPS_MANY) -> None:
-    """Only the host has the prompts; a load takes so many steps."""
-    assert engine.scheduler.reset_prefix_cache()
-    engine.worker._copy_steps = copy_steps
-    directory = engine.connector.side.hits.directory
-    directory.tables = tuple(map(Looks, directory.tables))
+def test_a_pool_is_looked_at_once_in_a_step_however_many_requests_ask(monkeypatch):
+    calls = []
+    with ExitStack() as closing:
+        engine = SCENE_OF["requests beside a large pool that is full of news"].make(20, closing)
+        monkeypatch.setattr(NodeSlots, "sync", calls.append)
+        for num_steps in (1, 2):
+            engine.step()
+            assert len(calls) == num_steps
 
 
-def count_step(engine: PeerEngine) -> int:
-    """Return how many instructions the hooks of one step execute."""
-    counter = HookCounter()
-    wrapped = dict(vars(engine.connector))
-    wrap_hooks(engine.connector, counter.wrap)
-    try:
-        engine.step()
-    finally:
-        vars(engine.connector).clear()
-        vars(engine.connector).update(wrapped)
-    return counter.total.instructions
+def test_of_a_large_host_a_few_slots_are_looked_at_before_they_are_evicted(monkeypatch):
+    monkeypatch.setattr(spills, "AHEAD_MAX", 10)
+    scene = SCENE_OF["slots that are looked at before they are evicted"]
+    assert counted_exponent(scene) <= 0.1
 
 
-def exponent(work: Callable[[int], int], first: int) -> float:
-    """Return by which power of its size work grows, over three doublings."""
-    work(first)  # caches that live as long as the process
-    return math.log2(work(first << NUM_DOUBLINGS) / work(first)) / NUM_DOUBLINGS
+def test_of_a_request_a_bounded_number_of_hit_ends_is_known():
+    state = RequestState(cast(Any, SimpleNamespace()))
+    for end in range(2 * HIT_ENDS_MAX):
+        state.ends_hits_at(end)
+    assert state.hit_ends == set(range(HIT_ENDS_MAX))
 
 
-def own_prompt(number: int, num_blocks: int) -> list[int]:
-    """Prompts of which no two share a block."""
-    return [number % 1000, number // 1000, *[3] * (num_blocks * BLOCK_TOKENS - 1)]
+def test_the_exponent_is_that_of_a_power_law():
+    sizes = (100, 200, 400, 800)
+    assert fitted(sizes, [size**1.5 for size in sizes]) == pytest.approx(1.5)
 
 
-def prompt_behind(num_shared: int, number: int) -> list[int]:
-    """Prompts that share some blocks and then differ, within a block."""
-    return [*[7] * (num_shared * BLOCK_TOKENS), number % 1000, number // 1000]
-
-
-# ---- loads -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("groups", [("full",), ("full", "window:10")], ids=str)
-def test_requests_that_load_their_own_do_not_look_through_each_others_loads(groups):
-    def work(count: int) -> int:
-        engine = make_engine(4 * count + 100, groups)
-        for number in range(count):
-            engine.send(f"warm{number}", own_prompt(number, 2), 1)
-        engine.drain()
-        forget_gpu_cache(engine)
-        for number in range(count):
-            engine.send(f"r{number}", own_prompt(number, 2), 1)
-        instructions = count_step(engine)
-        assert len(engine.connector.side.loads) == count
-        return instructions
-
-    assert exponent(work, 25) <= EXPONENT_MAX
-
-
-@pytest.mark.parametrize(
-    ("groups", "num_own"), [(("full",), 0), (("full",), 2), (("full", "window:10"), 0)], ids=str
-)
-def test_requests_that_wait_for_one_load_do_not_search_what_they_share(groups, num_own):
-    """As many requests as their prefix has blocks, and some more of each on the host, too."""
-
-    def work(count: int) -> int:
-        engine = make_engine((4 + num_own) * count + 100, groups)
-        prompts = [
-            [*prompt_behind(count, number), *[3] * (num_own * BLOCK_TOKENS)]
-            for number in range(count)
-        ]
-        for number, prompt in enumerate(prompts[: count if num_own else 1]):
-            engine.send(f"warm{number}", prompt, 1)
-        engine.drain()
-        forget_gpu_cache(engine)
-        for number, prompt in enumerate(prompts):
-            engine.send(f"r{number}", prompt, 1)
-        instructions = count_step(engine)
-        assert engine.counts["shared_waits"] == count - 1
-        return instructions
-
-    assert exponent(work, 25) <= EXPONENT_MAX
+def test_hooks_may_grow_as_fast_as_what_vllm_does_itself():
+    sizes = (100, 200, 400, 800)
+    steps = tuple(Step(n**1.5, float(n), "hook") for n in sizes)
+    growth = Growth("requests", sizes, steps)
+    assert not growth.is_good
+    steps = tuple(dataclasses.replace(step, own_s=step.hooks_s) for step in steps)
+    assert dataclasses.replace(growth, steps=steps).is_good
 
 
 # ---- pins --------------------------------------------------------------------------------------
 
 
-def make_pinned(
-    count: int, num_shared: int, monkeypatch: pytest.MonkeyPatch, now_s: Sequence[float] = (0.0,)
-) -> PeerEngine:
-    """An engine whose host has so many pins, of prompts that begin with the same blocks.
-
-    `now_s`: what its clock shows.
-    """
-    monkeypatch.setattr("safe_offload.connector.monotonic", lambda: now_s[0])
-    num_blocks = 4 * num_shared + 4 * count + 100
-    engine = make_engine(num_blocks, extra={"pin_share": 0.9})
-    for number in range(count):
-        prompt = [*prompt_behind(num_shared, number), 3, 4, 5]
-        engine.send(f"pin{number}", prompt, 1, kv_transfer_params={"pin_s": 600})
-    engine.drain()
-    pins = engine.connector.side.pins
-    assert len(pins) == count
-    assert num_shared + count <= pins.num_slots <= num_shared + 2 * count
-    return engine
-
-
-def test_pins_of_one_prefix_that_expire_together_touch_it_once(monkeypatch):
-    def work(count: int) -> int:
-        now_s = [0.0]
-        engine = make_pinned(count, count, monkeypatch, now_s)
-        now_s[0] = 700.0
-        engine.send("next", [8, 9], 1)
-        instructions = count_step(engine)
-        assert engine.connector.side.pins.num_slots == 0
-        return instructions
-
-    assert exponent(work, 25) <= EXPONENT_MAX
-
-
-def test_a_block_that_is_forgotten_is_not_looked_for_in_every_pin(monkeypatch):
-    def work(count: int) -> int:
-        engine = make_pinned(count, count, monkeypatch)
-        side = engine.connector.side
-        side.hits.slots.forget([next(iter(side.pins._counts))])
-        engine.send("next", [8, 9], 1)
-        num_slots = side.pins.num_slots
-        instructions = count_step(engine)
-        assert side.pins.num_slots == num_slots - 1
-        return instructions
-
-    assert exponent(work, 25) <= EXPONENT_MAX
-
-
-def test_pins_of_one_prefix_hold_a_lease_of_it_together(monkeypatch):
-    engine = make_pinned(40, 100, monkeypatch)
-    leases = [lease for lease in engine.connector.side.leases if lease.kind.value == "pin"]
+def test_pins_of_one_prefix_hold_a_lease_of_it_together():
+    with ExitStack() as closing:
+        engine, _ = pinned(40, closing)
+    leases = [lease for lease in engine.connector.side.leases if lease.kind is LeaseKind.PIN]
     assert sum(len(lease.slots) for lease in leases) == engine.connector.side.pins.num_slots
 
 
-def test_pins_that_share_a_prefix_come_and_go_in_any_order(monkeypatch):
+def test_pins_that_share_a_prefix_come_and_go_in_any_order():
     """What is leased is what the pins that are left need; compared with a list of each."""
     engine = make_engine(2000, extra={"pin_share": 0.9})
     chance, side = random.Random(0), engine.connector.side

@@ -32,6 +32,8 @@ BATCH_BYTES_MAX = 64 << 20
 """Of one spill, of all ranks together."""
 BATCH_SHARE = 16
 """A spill leases at most one slot in this many; as many are looked at that are evicted next."""
+AHEAD_MAX = 4096
+"""Slots that are looked at in one step: a millisecond."""
 
 
 class Spills:
@@ -55,7 +57,7 @@ class Spills:
         self._slots = slots
         self._directory = context.hits.directory
         self._leases = context.leases
-        self._num_ahead = max(1, slots.num_slots // BATCH_SHARE)
+        self._num_ahead = min(max(1, slots.num_slots // BATCH_SHARE), AHEAD_MAX)
         num_in_bytes = BATCH_BYTES_MAX // max(1, context.slot_bytes)
         self._batch_max = max(1, min(num_in_bytes, self._num_ahead))
         self._counters = context.counters
