@@ -121,6 +121,9 @@ READS_PRIVATE = {
     "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "gpu/small.py": ("_answer_calls",),  # of engines that first cache prefixes of MLA, too
     "node/test_table.py": ("_engines", "_mapping", "_tokens"),  # flips each bit of a table
+    "scheduler/loads/test_admission.py": ("_by_missing",),  # the bound of a heap
+    "scheduler/loads/test_shared_loads.py": ("_loads", "_marks", "_shared_loads"),  # are left empty
+    "scheduler/test_growth.py": ("_counts", "_first", "_stretches"),  # of pins, which are a tree
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
     "scheduler/stores/test_spare.py": ("_hits",),  # gives the kinds of a host fixed shares
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
@@ -567,3 +570,38 @@ def test_what_is_public_says_what_it_does(name):
         and not _is_described_there(parent, node)
     ]
     assert not [node.name for node in nodes if not ast.get_docstring(node)]
+
+
+# ---- how much is kept --------------------------------------------------------------------------
+
+CONTAINERS = frozenset({"dict", "list", "set", "defaultdict", "Counter", "deque", "OrderedDict"})
+
+
+def _keeps_containers(node: ast.ClassDef) -> bool:
+    """Whether its `__init__` makes a container that objects of the class keep."""
+    inits = [each for each in node.body if getattr(each, "name", "") == "__init__"]
+    for assigned in (each for init in inits for each in ast.walk(init)):
+        if not isinstance(assigned, ast.Assign | ast.AnnAssign):
+            continue
+        targets = assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
+        kinds = [getattr(assigned, "annotation", None), getattr(assigned.value, "func", None)]
+        is_made = isinstance(assigned.value, ast.Dict | ast.List | ast.Set | ast.ListComp)
+        names = {ast.unparse(kind).split("[")[0] for kind in kinds if kind is not None}
+        if any(isinstance(each, ast.Attribute) for each in targets) and (
+            is_made or names & CONTAINERS
+        ):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("room", ["scheduler", "node", "observe"])
+def test_a_class_of_the_scheduler_side_says_how_much_it_keeps(room):
+    classes = [
+        node
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and _keeps_containers(node)
+    ]
+    assert classes
+    silent = [node.name for node in classes if "Bound: " not in (ast.get_docstring(node) or "")]
+    assert silent == []

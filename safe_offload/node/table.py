@@ -61,6 +61,8 @@ Bytes = npt.NDArray[np.uint8]
 class Table:
     """The table of one pool, mapped by one engine (or by nobody who writes: `engine` is -1).
 
+    Bound: `ENGINES_MAX` entries.
+
     Attributes:
         words, hashes, generations: by slot; written by the owner.
         checks: by slot; of slot, word, generation and hash.

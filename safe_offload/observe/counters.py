@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any, Self
 
 from safe_offload.config.tiers import MAX_TIERS
@@ -176,7 +176,10 @@ HISTOGRAMS = {
 
 
 class TierSeries:
-    """What is counted and observed of one tier, by all ranks; `number` 1 is the nearest."""
+    """What is counted and observed of one tier, by all ranks; `number` 1 is the nearest.
+
+    Bound: an entry for each word.
+    """
 
     def __init__(self, number: int) -> None:
         tier = ("tier", str(number))
@@ -257,12 +260,15 @@ def is_milestone(count: int) -> bool:
 
 
 class Counters(Counter[str]):
-    """Counts since the last `take`."""
+    """Counts since the last `take`.
+
+    Bound: an entry for each name and bucket.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._part_s: dict[str, float] = {}
-        self._observed: defaultdict[Series, list[float]] = defaultdict(list)
+        self._observed: Observed = {}
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Count whole seconds, and carry the rest over."""
@@ -279,19 +285,12 @@ class Counters(Counter[str]):
 
     def observe(self, histogram: Series, value: float) -> None:
         """Note one value."""
-        self._observed[histogram].append(value)
+        cells = self._observed.setdefault(str(histogram), {})
+        bucket = bisect_left(histogram.buckets, value)
+        count, total = cells.get(bucket, (0, 0.0))
+        cells[bucket] = count + 1, total + value
 
     def take_observed(self) -> Observed:
         """Return what was observed since the last call, in the buckets of each histogram."""
-        if not self._observed:
-            return {}
-        taken: Observed = {}
-        for histogram, values in self._observed.items():
-            cells: dict[int, tuple[int, float]] = {}
-            for value in values:
-                bucket = bisect_left(histogram.buckets, value)
-                count, total = cells.get(bucket, (0, 0.0))
-                cells[bucket] = count + 1, total + value
-            taken[str(histogram)] = cells
-        self._observed.clear()
+        taken, self._observed = self._observed, {}
         return taken

@@ -180,6 +180,8 @@ class StatsReporter:
     """Hands out what has changed; its state is what it has handed out last.
 
     `info` is how the connector is set up, by labels of `INFO`; empty if unknown.
+
+    Bound: an entry for each name.
     """
 
     def __init__(self, counters: Counters, info: Mapping[str, str]) -> None:
@@ -210,7 +212,10 @@ class StatsReporter:
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of the connector, one set for each engine."""
+    """Prometheus metrics of the connector, one set for each engine.
+
+    Bound: an entry for each name.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -36,6 +36,8 @@ class PageServer:
     Its thread alone changes its state: the tasks of connections; those of them that have not asked
     yet, the oldest first; and whether it is to end.
 
+    Bound: `CONNECTIONS_MAX` tasks.
+
     Args:
         make_pieces: the page, each piece small: no other thread of Python runs meanwhile.
 

@@ -53,7 +53,10 @@ class _Series:
 
 
 class _Metric:
-    """A metric. Those of prometheus_client would go into the files that API servers share."""
+    """A metric. Those of prometheus_client would go into the files that API servers share.
+
+    Bound: a series for each set of labels.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,10 @@ def _text(family: Any) -> bytes:
 
 
 class ServedStats:
-    """Hands on what a reporter hands out, and serves it together with what workers report."""
+    """Hands on what a reporter hands out, and serves it together with what workers report.
+
+    Bound: an entry for each name.
+    """
 
     def __init__(
         self, reporter: StatsReporter, config: OffloadConfig, vllm_config: VllmConfig

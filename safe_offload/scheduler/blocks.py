@@ -156,6 +156,8 @@ class GpuBlocks:
     """View of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
 
     It has no state of its own.
+
+    Bound: an entry for each KV cache group.
     """
 
     def __init__(self, kv_cache_manager: Any) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class GroupGeometry:
     """Sizes of blocks and groups; nothing here changes.
 
+    Bound: an entry for each KV cache group.
+
     Args:
         coordinator: of vLLM, over any pool.
 

@@ -44,10 +44,11 @@ def _asks(request: Request, key: str) -> bool:
 
 
 class GuidedPlanner(Planner):
-    """See `Planner`. Its own state: the pins; ended requests that are still to be demoted, at most
-    `DEMOTED_MAX`, each with the key of a block that it was found to wait for; where the tokens of
-    those come from whose clients want to know, of requests that have not ended; and what the
-    clients of those that have ended since the last plan are told.
+    """See `Planner`. Its own state: the pins, ended requests that are still to be demoted, each
+    with the key of a block that it waits for, where the tokens of those come from whose clients
+    want to know, and what the clients of those that have ended since the last plan are told.
+
+    Bound: the requests that vLLM has, and `DEMOTED_MAX`.
     """
 
     def __init__(

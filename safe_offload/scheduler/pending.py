@@ -49,6 +49,9 @@ class Ledger(Generic[T]):
 
     Its state: `new`, to which its owner adds, and, by transfer id, `in_flight`.
 
+    Bound: that of its owner, who opens a load for each request that waits, stores up to a number of
+    blocks, fetches up to a number of slots, and a few spills.
+
     Args:
         transfer_ids: never gives the same twice.
     """

@@ -652,7 +652,10 @@ class Planner(SchedulerSide):
 
 
 class EstimatingPlanner(Planner):
-    """A planner that also estimates what other sizes of host memory would hit."""
+    """A planner that also estimates what other sizes of host memory would hit.
+
+    Bound: the requests that vLLM has.
+    """
 
     def __init__(self, *what: Any, **how: Any) -> None:
         super().__init__(*what, **how)

@@ -29,6 +29,8 @@ FAILED_IN_A_ROW_MAX = 100
 class Ranks:
     """The worker processes, as their reports show them.
 
+    Bound: an entry for each rank, and for each reason of failures.
+
     Args:
         slots: opened as all ranks have them, retired where one rank's memory is bad.
 

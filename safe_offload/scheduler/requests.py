@@ -153,6 +153,9 @@ class RequestBook:
 
     Its state: the requests by id, which of them have `finished` (read only outside), a number for
     the log, and whether any request has had `kv_transfer_params`.
+
+    Bound: the requests that vLLM has, and those that have ended whose blocks or loads are still
+    held.
     """
 
     def __init__(self, counters: Counters) -> None:

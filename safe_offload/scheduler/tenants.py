@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
 
 
+LABELS_MAX = 256
+"""Labels that the file had and whose series stay; the oldest are no longer told."""
+
+
 class TenantStores(Stores):
     """Stores that ask for slots in the name of the tenant whose blocks they store.
 
     `salts` has by GPU block for which salt it was allocated last, before the step that is planned,
     `new_salts` those of this step. What is stored at a boundary was computed for the latter.
+
+    Bound: an entry for each block of the GPU.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -68,6 +74,8 @@ class TenantPlanner(Planner):
 
     Its state beside that of `Planner`: the bad changes of the file that it has counted, the labels
     that metrics have had, and how much each waiting request has asked the host for.
+
+    Bound: the requests that vLLM has, and `LABELS_MAX` labels.
     """
 
     make_stores = TenantStores
@@ -88,7 +96,11 @@ class TenantPlanner(Planner):
         self.count_into(self._counters)  # by the labels of before
         self.has_changed = True
         self.slots.use(tenants)
-        self._labels.update(dict.fromkeys(tenants.labels))
+        for label in tenants.labels:  # they become the newest
+            self._labels.pop(label, None)
+            self._labels[label] = None
+        for label in list(self._labels)[:-LABELS_MAX]:
+            del self._labels[label]
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, now_s: float

@@ -22,6 +22,7 @@ from safe_offload.node import pools
 from safe_offload.node.pools import open_rank
 from safe_offload.node.table import Table
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind, PoolFacts, StepReport
+from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.node.engines import hash_of, pools_in, wanted
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.peers import PeerEngine, peer_shape
@@ -83,6 +84,11 @@ def make_engine(num_blocks: int, groups: tuple[str, ...] = PLAIN, **shape: Any) 
     return engine
 
 
+def take_steps(engine: PeerEngine, copy_steps: int) -> None:
+    """A copy takes so many steps from now on."""
+    vars(engine.worker)["_copy_steps"] = copy_steps
+
+
 def own_prompt(number: int, num_blocks: int) -> list[int]:
     """Prompts of which no two share a block; a token more than those."""
     return [number % 1000, number // 1000, *[3] * (num_blocks * BLOCK_TOKENS - 1)]
@@ -106,7 +112,7 @@ def on_host_only(engine: PeerEngine, prompts: list[list[int]], copy_steps: int =
     assert engine.scheduler.reset_prefix_cache()
     if engine.connector is None:
         return
-    engine.worker._copy_steps = copy_steps
+    take_steps(engine, copy_steps)
     directory = engine.connector.side.hits.directory
     directory.tables = tuple(map(Looks, directory.tables))
 
@@ -229,8 +235,8 @@ def _computed(count: int, _: Closing) -> PeerEngine:
 
 @scene("blocks of running requests for which the host has no room", first=1000)
 def _left_over(count: int, _: Closing) -> PeerEngine:
-    limits = {"max_batched_tokens": count * BLOCK_TOKENS + 100, "num_slots": 20}
-    engine = make_engine(2 * count + 100, **limits)
+    num_tokens = count * BLOCK_TOKENS + 100
+    engine = make_engine(2 * count + 100, max_batched_tokens=num_tokens, num_slots=20)
     engine.send("r", own_prompt(0, count), 20)
     for _step in range(3):
         engine.step()
@@ -277,7 +283,8 @@ def _expiring(count: int, closing: Closing) -> PeerEngine:
 def _forgotten(count: int, closing: Closing) -> PeerEngine:
     engine, _ = pinned(count, closing)
     side = engine.connector.side
-    side.hits.slots.forget([next(iter(side.pins._counts))])
+    leases = (lease for lease in side.leases if lease.kind is LeaseKind.PIN)
+    side.hits.slots.forget(next(leases).slots[:1])
     engine.send("next", [8, 9], 1)
     return engine
 
@@ -289,7 +296,7 @@ def _demoted(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(8 * count + 100, extra={"kv_hints": True})
     send(engine, "warm", [prompt_behind(count, 0)])
     engine.drain()
-    engine.worker._copy_steps = HANGS
+    take_steps(engine, HANGS)
     prompts = [[*prompt_behind(count, number), *[3] * BLOCK_TOKENS] for number in range(count)]
     send(engine, "r", prompts, kv_transfer_params=hints)
     side = engine.connector.side
@@ -317,8 +324,8 @@ def tenants_file(closing: Closing, prefixes: list[list[str]]) -> str:
 
 def of_tenants(count: int, salts: list[str], closing: Closing, file: str) -> PeerEngine:
     """So many requests, each with a salt, that fill a host that is full."""
-    shape = {"num_slots": 2 * count, "extra": {"tenants": file}}
-    engine = make_engine(8 * count + 100, max_batched_tokens=64 * count, **shape)
+    limits: dict[str, Any] = {"max_batched_tokens": 64 * count, "num_slots": 2 * count}
+    engine = make_engine(8 * count + 100, PLAIN, extra={"tenants": file}, **limits)
     closing.callback(engine.connector.side.shutdown)
     for turn in range(3):
         for number in range(count):

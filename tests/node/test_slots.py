@@ -255,7 +255,7 @@ def test_an_engine_that_lost_many_lots_asleep_goes_through_its_empty_slots_once(
             num_usable = len(one.slots.grant(num_slots))
             one.slots.release(range(num_slots - num_usable, num_slots))
             one.slots.nap()
-            assert len(other.slots.grant(num_slots)) == num_usable // 2
+            assert len(other.slots.grant(num_slots)) >= num_usable // 2
             counter = HookCounter()
             assert counter.wrap("wake", one.slots.wake)()
             for engine in (one, other):

@@ -27,7 +27,10 @@ class Key(NamedTuple):
 
 
 class SplitTable(MutableMapping[bytes, int]):
-    """256 dictionaries, by the first byte of a hash: none takes long to make itself anew."""
+    """256 dictionaries, by the first byte of a hash: none takes long to make itself anew.
+
+    Bound: two entries for each slot: more keys are few.
+    """
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(256)]
@@ -57,6 +60,8 @@ class SplitTable(MutableMapping[bytes, int]):
 
 class Directory:
     """Block hash to slot, for each KV cache group.
+
+    Bound: as many entries as there are slots, and a few more keys of each.
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.

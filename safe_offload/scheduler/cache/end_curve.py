@@ -18,6 +18,8 @@ class EndCurve(Curve):
     Blocks of attention are sampled: they say how much memory prompts take, and where prompts part.
     Ends are not: they are few. What is before an end is used whenever it is, so it is there too.
 
+    Bound: a cache for each size, see `_Cache`.
+
     Args:
         num_slots: of all groups together.
         blocks_per_hash: slots that attention takes for each hash of a prompt; 0 if there is none.
@@ -93,7 +95,10 @@ class EndCurve(Curve):
 
 
 class _Cache:
-    """Blocks and ends of prompts, and the slots that each takes, the last used ones last."""
+    """Blocks and ends of prompts, and the slots that each takes, the last used ones last.
+
+    Bound: `NUM_KEPT_MAX` entries.
+    """
 
     def __init__(self, num_slots: float) -> None:
         self.ends: set[bytes] = set()

@@ -65,6 +65,8 @@ class Origins:
     Its state, which nothing else changes: the places by hash, how many hashes of each live request
     they cover, and the requests that have ended and are kept, with the number of hashes of each.
 
+    Bound: the hashes of live requests, and `num_kept`.
+
     Args:
         num_kept: hashes of requests that have ended that are kept, the oldest going first. Lazy
             stores need those of blocks on the GPU, eager ones none.
@@ -161,6 +163,8 @@ class KvEvents:
 
     Its state, which nothing else changes: the events that were not taken, the descriptions of what
     is being stored, `origins`, and whether all was withdrawn.
+
+    Bound: a description for each slot that is being stored, and the events of one step.
 
     Args:
         groups: what events say of each KV cache group.

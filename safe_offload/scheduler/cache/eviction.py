@@ -115,6 +115,8 @@ class Slru(EvictionPolicy):
     first time. So one-off prompts, however long, push out each other and what has been of no use
     for a while, and a prefix that many prompts share outlasts them.
 
+    Bound: an entry for each slot.
+
     Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system
     performance", IEEE Computer 27(3), 1994. Of our own is that a slot moves when it is released,
     and that the share is of what is evictable, enforced when something is evicted.

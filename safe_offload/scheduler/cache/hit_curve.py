@@ -73,6 +73,8 @@ class HitCurve(Curve):
     A prompt is looked up before it is used, and used from its tail to its head, as real slots are.
     So no block outlasts the one before it, what is held of a prompt is its first blocks, and the
     rule that only a leading run is a hit needs no other check: each key is looked at alone.
+
+    Bound: as many entries as the caches in miniature have, and `NUM_SEEN_MAX` keys.
     """
 
     def __init__(self, num_slots: int) -> None:

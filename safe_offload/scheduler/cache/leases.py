@@ -93,7 +93,10 @@ class Lease:
 
 
 class LeaseBook:
-    """All leases that are held."""
+    """All leases that are held.
+
+    Bound: a lease for each request, transfer and stretch of pins.
+    """
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool

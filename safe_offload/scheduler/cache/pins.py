@@ -30,6 +30,8 @@ PINS_MAX = 4096
 class Stretch:
     """Slots that the same pins hold, under one lease; `Pins` alone changes it.
 
+    Bound: `PINS_MAX` for all together.
+
     Attributes:
         before: what comes before it in each of these prompts; None at their start.
         after: by its first slot, what comes after it.
@@ -45,6 +47,8 @@ class Stretch:
 
 class Pin:
     """What is pinned under one hash; `Pins` alone changes it.
+
+    Bound: an end for each slot of it.
 
     Attributes:
         key: the last hash of what is pinned of the prompt.
@@ -73,11 +77,12 @@ class Pin:
 class Pins:
     """All pins.
 
-    Its state, which nothing else changes: the pins by key, at most `PINS_MAX`; the stretches, none
-    without a slot, and the first ones by their first slot; in how many stretches each slot is, at
-    most `num_slots_max` slots; which requests use which; the last plan's time; when the first one
-    ends; those that requests began to use since then; and at how many forgets of the directory the
-    slots were looked at.
+    Its state, which nothing else changes: the pins by key, the stretches, the first ones by their
+    first slot, in how many stretches each slot is, which requests use which, the last plan's time,
+    when the first one ends, those that requests began to use since then, and at how many forgets
+    of the directory the slots were looked at.
+
+    Bound: `PINS_MAX` pins, `num_slots_max` slots, and the requests that vLLM has.
 
     Args:
         share: of the slots that may be pinned.

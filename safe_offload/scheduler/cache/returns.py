@@ -23,6 +23,8 @@ class Returns(EvictionPolicy):
     on without it; of each kind only the oldest and the newest are compared. Evicted batches are
     known again by the hash of their first block, so that what returns too late is learned of too.
     And what is worth less than all that would go for it is not stored.
+
+    Bound: an entry for each slot, a batch for each that has one, and `GHOSTS_MAX`.
     """
 
     may_refuse = True
@@ -298,6 +300,8 @@ class _Worth:
     What is seldom seen is taken to be like all kinds together, and these to be used again in a
     tenth of the cases in each half octave. The idea is that of N. Beckmann, H. Chen, A. Cidon,
     "LHD: improving cache hit rate by maximizing hit density", NSDI 2018.
+
+    Bound: an entry for each kind and age.
     """
 
     def __init__(self, num_slots: int) -> None:

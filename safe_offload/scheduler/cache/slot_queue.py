@@ -13,6 +13,8 @@ class SlotQueue:
     A slot's ticket is the number of the batch that it is in, 0 if in none. To remove a slot is to
     clear its ticket: its entry is stale from then on, also when the slot is in another batch again.
     Stale entries are swept out in proportion to what is appended, so that no call pays for all.
+
+    Bound: an entry for each slot, and about as many stale ones, which are swept out.
     """
 
     def __init__(self, num_slots: int) -> None:

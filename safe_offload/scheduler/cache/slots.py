@@ -22,6 +22,8 @@ NEW_SLOTS = 4096
 class SlotPool:
     """Host slots; every operation is one step that cannot half happen.
 
+    Bound: an entry for each slot.
+
     Args:
         num_slots: that every rank will have in the end.
         directory, policy: empty.

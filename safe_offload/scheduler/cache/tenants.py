@@ -38,6 +38,8 @@ def _for_each(name: str) -> Any:
 class TenantPolicy(EvictionPolicy):
     """A policy for each tenant, and who pays. Only `TenantSlots` changes it.
 
+    Bound: an entry for each slot, and `MAX_TENANTS` policies.
+
     Attributes:
         owners: by slot that is leased or holds something, its tenant.
         held, guaranteed, evicted: slots of each; those evicted since it was looked at last.

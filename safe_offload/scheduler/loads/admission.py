@@ -48,8 +48,10 @@ class Admission:
     """The requests that hold GPU blocks for a load.
 
     Its state: `holders`, with what each needs, read only outside; how much all hold together; and a
-    heap of them, who misses most first. It has at most twice as many entries as there are holders:
-    that of a holder which has gone is left until it comes first, or too many are.
+    heap of them, who misses most first.
+
+    Bound: the requests that vLLM has, and twice as many entries of the heap. That of a holder which
+    has gone is left until it comes first, or too many are.
     """
 
     def __init__(self, geometry: GroupGeometry, num_gpu_blocks: int) -> None:

@@ -30,6 +30,8 @@ STEPS_PER_STATE = 2
 class Boundaries:
     """Moves the boundaries of requests.
 
+    Bound: the logarithm of the length of each request that vLLM has.
+
     Args:
         coordinator: of vLLM, over any pool.
         num_step_tokens: the most that a step computes.

@@ -50,6 +50,8 @@ class Curve:
     next to it. If there is but one, it goes through zero and that, or, where `is_cheap_beyond`,
     stays level beyond it. Where it is not, beyond `FAR` times the largest it grows with the size:
     that small ones take equally long says nothing of much larger ones.
+
+    Bound: fifteen samples for each power of two.
     """
 
     def __init__(self, *, is_cheap_beyond: bool) -> None:
@@ -162,6 +164,8 @@ NOTHING_MEASURED: dict[str, float] = {
 
 class Costs:
     """What loads and steps have taken, and what follows from it.
+
+    Bound: the requests of one step, and the loads that have landed in it.
 
     Args:
         min_load_tokens: offer the hits of at least this many tokens; None to go by what was
@@ -289,6 +293,8 @@ class TierCosts:
 
     The curves are by keys asked for and by slots filled, from the plan that names them to the one
     after their last report.
+
+    Bound: a curve for each tier.
 
     Args:
         num_tiers: the nearest first; a fetch counts for the farthest that it comes from.

@@ -216,6 +216,8 @@ class HostHits:
 
     Nothing else here is mutable but `slots` and its directory, which have rules of their own.
 
+    Bound: an entry for each KV cache group.
+
     Attributes:
         boundaries: of requests, where vLLM keeps windows and states.
         parted_at: token of the last request that was searched for, up to which the host has all

@@ -57,6 +57,8 @@ class Loads:
 
     Its state: the progress of each request, the loads, and the requests whose failure is still to
     be announced. Nothing else changes it.
+
+    Bound: the requests that vLLM has.
     """
 
     def __init__(  # noqa: PLR0913

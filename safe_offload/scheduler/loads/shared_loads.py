@@ -98,8 +98,9 @@ class SharedLoads:
     """Decides which request waits for which load.
 
     Its state: the loads that have begun and not ended, the oldest first, by the hashes of some of
-    the blocks that each brings, and these hashes of each. They are a few for each load, and one for
-    each `MARK_EVERY` blocks that it brings.
+    the blocks that each brings, and these hashes of each.
+
+    Bound: two entries for each load under way, and two for each `MARK_EVERY` blocks that it brings.
 
     Args:
         wait_max_s: of one request, over its whole life.

@@ -51,6 +51,8 @@ class NodePlanner(Planner):
     Its state beside that of `Planner`: what the ranks have said of their memory, blocks that only
     this engine may find, whether it has looked at the table in this step, when it looks for dead
     engines again, and since when another process has kept it from its slots.
+
+    Bound: an entry for each rank.
     """
 
     make_stores = NodeStores

@@ -33,6 +33,8 @@ GIVES_MAX = 4
 class NodeSlots(SlotPool):
     """See `SlotPool`. Until it is attached to a table it has no slots.
 
+    Bound: an entry for each slot.
+
     Attributes:
         is_alone: the ranks have memory of their own after all, so there is no table.
         generation: of what this engine stores and finds, 0 until a reset.

@@ -61,6 +61,8 @@ class EagerStores(StorePolicy):
     """A policy that stores what requests have computed. See `StorePolicy`.
 
     Its own state: the progress of each request.
+
+    Bound: an entry for each KV cache group of the requests that vLLM has.
     """
 
     def __init__(

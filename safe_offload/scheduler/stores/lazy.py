@@ -42,6 +42,9 @@ class LazyStores(StorePolicy):
 
     Its own state is what follows `_watched` in `__init__`.
 
+    Bound: the blocks of two steps, the GPU's blocks, the requests that vLLM has, and the hashes
+    that a sweep leaves, twice.
+
     Args:
         hits, gpu, stores: see `StorePolicy`.
         num_decode_tokens_max: see `StoreSchedule`.

@@ -42,6 +42,8 @@ class Outdated:
     no block of theirs keeps a hash, by which alone vLLM or a store finds it, until the request has
     ended or has lost all its blocks.
 
+    Bound: the requests that vLLM has, and the GPU's blocks.
+
     Args:
         has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
             any request has a hash for as long as there are such requests.

@@ -24,6 +24,8 @@ class StorePolicy:
     The planner calls it; it calls nothing of the planner. What it notes about a request is gone
     after `end`. Its state: the schedule, snapshots of the requests that run, and their tables.
 
+    Bound: an entry for each KV cache group of the requests that vLLM has.
+
     Args:
         hits: to skip what the host has or is about to have.
         gpu: vLLM's blocks.

@@ -32,6 +32,8 @@ class StoreSchedule:
     Its state: the number of the step, which requests are looked at in the next one and in later
     ones, and which had computed their prompt, and the answer so far, when they were looked at last.
 
+    Bound: the requests that vLLM has; of those that have ended, until their step comes.
+
     Args:
         block_sizes: tokens of a block, of each KV cache group.
         num_decode_tokens_max: the most tokens that a request which decodes computes in one step.

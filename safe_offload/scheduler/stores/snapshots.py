@@ -99,7 +99,10 @@ class Snapshot:
 
 
 class Camera:
-    """Takes snapshots, and finds in them what is not stored; it has no state."""
+    """Takes snapshots, and finds in them what is not stored; it has no state.
+
+    Bound: an entry for each KV cache group.
+    """
 
     def __init__(self, geometry: GroupGeometry, gpu: GpuBlocks) -> None:
         self._geometry = geometry

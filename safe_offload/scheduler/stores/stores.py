@@ -37,6 +37,8 @@ class Stores:
     on its prefix and on what it has loaded, its number of parts that have not settled, and what of
     it found no slots. So a reset, or what takes hashes away, reaches all of it here.
 
+    Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
+
     Args:
         num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
             would grow without end.

@@ -38,6 +38,8 @@ class Fetches:
     """All fetches whose slots are leased.
 
     Its state, which nothing else changes: the ledger, and by slot those whose slots are leased.
+
+    Bound: the share of the slots that fetches may take.
     """
 
     def __init__(self, context: TierContext) -> None:

@@ -150,6 +150,8 @@ class LookUps:
     Its state, which nothing else changes: the look-ups by request, how many there have been, and
     those for which it is to be decided what to fetch.
 
+    Bound: the requests that vLLM has.
+
     Attributes:
         wanting: read only outside.
     """

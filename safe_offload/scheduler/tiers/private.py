@@ -28,6 +28,8 @@ class PrivateBlocks:
     Its state, which nothing else changes: the two below, and at how many hashes it is time to
     sweep.
 
+    Bound: the requests that vLLM has, and the hashes that a sweep leaves, twice, or `SWEEP_MIN`.
+
     Args:
         tells_media_ids: ids of media that look like a hash of content are (`media_ids`).
         vouches_for_adapters: the operator does, with `model_version`.

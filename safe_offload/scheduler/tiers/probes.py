@@ -75,6 +75,8 @@ class Probes:
 
     Its state, which nothing else changes: the probes that no plan names, those in flight, and for
     each KV cache group by which of them a block is asked for.
+
+    Bound: the hashes of the requests that vLLM has; `KEYS_MAX` of them are in flight.
     """
 
     def __init__(self, context: TierContext) -> None:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Promotions:
-    """Begins fetches; it keeps nothing from one step to the next."""
+    """Begins fetches; it keeps nothing from one step to the next.
+
+    Bound: an entry for each tier.
+    """
 
     def __init__(
         self,

@@ -45,6 +45,8 @@ class Spills:
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
+    Bound: an entry for each slot.
+
     Args:
         private: hashes of blocks that are never spilled.
 

@@ -62,6 +62,8 @@ class Tiers:
     Its own state, which nothing else changes: what has ended since the last plan, and when there
     was news of a transfer last.
 
+    Bound: what has ended since the last plan.
+
     Attributes:
         plan_again_s: when to plan even without `has_to_plan`, to see what is stuck.
     """
