@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -62,12 +63,8 @@ def word_of(block_hash: bytes) -> int:
 @contextmanager
 def pools_in(folder: Path) -> Iterator[None]:
     """Meanwhile pools are below a folder of the test's."""
-    base = pools.BASE
-    pools.BASE = folder
-    try:
+    with mock.patch.object(pools, "BASE", folder):
         yield
-    finally:
-        pools.BASE = base
 
 
 class Engine:
@@ -79,7 +76,7 @@ class Engine:
     def __init__(self, num_slots: int, num_groups: int = 1, tokens: Sequence[int] = ()) -> None:
         self.file = None if tokens else open_rank(wanted(num_slots))
         table = Table(str(pools.user_folder() / "pool" / pools.TABLE))
-        table.join(tokens or [self.file.token])
+        table.join([self.file.token] if self.file is not None else tokens)
         directory = Directory(num_slots, num_groups)
         policy = EvictionPolicy(num_slots, directory.hashes)
         self.counters = Counters()
@@ -100,6 +97,7 @@ class Engine:
 
     def end(self, lease: Any) -> list[int]:
         """The bytes are there: let others find them."""
+        assert self.file is not None
         words = words_of(self.file)
         for slot in lease.slots:
             words[slot] = word_of(self.slots.directory.hashes[slot])
