@@ -26,7 +26,7 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from tests.benchmarks.growth_scenes import PLAIN, SCENES, Scene, burst
-from tests.benchmarks.scheduler_probe import HookCounter, without_gc, wrap_hooks
+from tests.benchmarks.scheduler_probe import HOOKS, HookCounter, without_gc, wrap_hooks
 from tests.simulator.peers import PeerEngine
 from tests.simulator.vllm_setup import NONE, OURS
 
@@ -100,7 +100,8 @@ def time_step(engine: PeerEngine) -> Step:
     scheduler = engine.scheduler
     with without_gc(), ExitStack() as unwrapping:
         for wrapped in filter(None, (engine.connector, scheduler)):
-            unwrapping.callback(vars(wrapped).update, vars(wrapped).copy())
+            for name in {*HOOKS, "schedule", "update_from_output"}.difference(vars(wrapped)):
+                unwrapping.callback(vars(wrapped).pop, name, None)
         wrap_hooks(engine.connector, timed)
         scheduler.schedule = timed_whole(scheduler.schedule)
         scheduler.update_from_output = timed_whole(scheduler.update_from_output)

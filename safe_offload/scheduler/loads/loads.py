@@ -123,7 +123,7 @@ class Loads:
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
         hit = self._kept_hit(state, wanted)
         is_loading = bool(self.ledger.in_flight or self.ledger.new)
-        load = None
+        load, num_tokens = None, -1
         if hit is None and is_loading:
             load, num_tokens = self._find_unsearched(wait, request, wanted)
             if load and self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
@@ -136,7 +136,7 @@ class Loads:
                     self._boundaries.part(state, self._hits.parted_at)
                     self._boundaries.move(state, num_computed_tokens)
                 return 0
-        if is_loading and load is None:
+        if is_loading and load is None and num_tokens:
             load = self._shared_loads.find(wait, request, num_computed_tokens)
             num_tokens = hit.num_tokens
             if load and self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
@@ -174,7 +174,7 @@ class Loads:
     def _find_unsearched(
         self, wait: Wait, request: Request, wanted: tuple[Sequence[bytes], int, int]
     ) -> tuple[Load | None, int]:
-        """Return the load to wait for and the tokens of the hit; None if only a search tells.
+        """Return the load to wait for and the tokens of the hit; None and -1: a search must tell.
 
         In a burst of requests with one long prefix, a search by each would look at all of it.
         """
@@ -182,7 +182,7 @@ class Loads:
         for load in self._shared_loads.candidates(wait, request, num_computed_tokens):
             num_tokens = self._num_found(load, *wanted)
             if not num_tokens:
-                break
+                return None, -1
             if self._shared_loads.is_kept(load, hashes, num_computed_tokens):
                 return load, num_tokens
         return None, 0
