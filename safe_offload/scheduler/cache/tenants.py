@@ -122,6 +122,8 @@ class TenantSlots(SlotPool):
 
     Its state beside that of `SlotPool` and its policy: the tenants, which slots are pinned, and how
     many of each tenant.
+
+    Bound: an entry for each slot, and one for each tenant.
     """
 
     def __init__(
