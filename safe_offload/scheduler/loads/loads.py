@@ -110,31 +110,28 @@ class Loads:
         if wait.load is not None and self._shared_loads.goes_on(
             wait, request, num_computed_tokens, now_s
         ):
-            num_wanted = request.num_tokens - num_computed_tokens - 1
-            if self._is_worth_waiting(wait.load, request, num_computed_tokens, num_wanted, now_s):
-                return None
-            wait.end()
-            self._counters[Count.UNPAID_HITS] += 1
-            return 0
+            return self._wait_on(wait, request, num_computed_tokens, now_s)
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
-        hit = self._kept_hit(state, wanted)
-        is_loading = bool(self.ledger.in_flight or self.ledger.new)
-        load, num_tokens = None, -1
-        if hit is None and is_loading:
-            load, num_tokens = self._find_unsearched(wait, request, wanted)
-            if load and self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
-                return None
+        hit, load, num_tokens = progress.hit, None, -1
+        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
+            hit = self._grow_hit(progress, hit, wanted)
+            if hit is None:
+                self.drop_hit(state)
+        is_loading = self.ledger.in_flight or self.ledger.new
         if hit is None:
+            if is_loading:
+                load, num_tokens = self._find_unsearched(wait, request, wanted)
+                if load and self._begins_to_wait(
+                    state, load, num_computed_tokens, num_tokens, now_s
+                ):
+                    return None
             hit = self._hits.find_hit(*wanted)
             if hit is None:
-                if not self._is_plain:
-                    state.ends_hits_at(num_computed_tokens)
-                    self._boundaries.part(state, self._hits.parted_at)
-                    self._boundaries.move(state, num_computed_tokens)
+                self._has_no_hit(state, num_computed_tokens)
                 return 0
         if is_loading and load is None and num_tokens:
             load = self._shared_loads.find(wait, request, num_computed_tokens)
@@ -239,17 +236,23 @@ class Loads:
         loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
         return self._costs.pays(Offer(num_tokens, num_left, loading_s))
 
-    def _kept_hit(
-        self, state: RequestState, wanted: tuple[Sequence[bytes], int, int]
-    ) -> Hit | None:
-        """Return the reported hit, grown if need be, if it still is the longest; else drop it."""
-        progress = self.progress[state]
-        hit = progress.hit
-        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
-            hit = self._grow_hit(progress, hit, wanted)
-            if hit is None:
-                self.drop_hit(state)
-        return hit
+    def _wait_on(
+        self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float
+    ) -> int | None:
+        """Return None if a request that waits for a load is to wait on, else 0: it computes."""
+        assert wait.load is not None
+        num_wanted = request.num_tokens - num_computed_tokens - 1
+        if self._is_worth_waiting(wait.load, request, num_computed_tokens, num_wanted, now_s):
+            return None
+        wait.end()
+        self._counters[Count.UNPAID_HITS] += 1
+        return 0
+
+    def _has_no_hit(self, state: RequestState, num_computed_tokens: int) -> None:
+        if not self._is_plain:
+            state.ends_hits_at(num_computed_tokens)
+            self._boundaries.part(state, self._hits.parted_at)
+            self._boundaries.move(state, num_computed_tokens)
 
     def _grow_hit(
         self, progress: LoadProgress, hit: Hit, wanted: tuple[Sequence[bytes], int, int]

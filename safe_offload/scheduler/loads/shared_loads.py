@@ -171,7 +171,7 @@ class SharedLoads:
             return
         place = num_computed_tokens // self._geometry.hash_block_size
         marks = request.block_hashes[place - place % MARK_EVERY : place + 1]
-        found = [loads for block_hash in marks if (loads := self._loads.get(block_hash))]
+        found = list(filter(None, map(self._loads.get, marks)))
         for load in islice(merge(*found, key=_age), LOOKS_MAX) if found else ():
             is_new = load.transfer_id > wait.newest_id and load.is_under_way
             if is_new and _has_block(load, request.block_hashes, place):
