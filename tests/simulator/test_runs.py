@@ -26,7 +26,7 @@ from tests.simulator.workload import make_events
 SEEDS = dict.fromkeys(PROFILES, (0, 1)) | dict.fromkeys(
     ("foreign-ids", "all-faults", "tiers", "tiers-hybrid-lazy"), (1, 4)
 )
-SEEDS["resets"] = (4, 6)
+SEEDS |= {"resets": (4, 6), "shared-sparse": (4, 5)}
 """Two that earn enough, one of them with our own checks; `make sim` runs more."""
 
 REGRESSIONS = {
