@@ -132,7 +132,7 @@ def test_faults_and_aborts_stop_with_the_last_request():
 
 def test_an_engine_that_never_goes_idle_is_found(monkeypatch):
     monkeypatch.setattr(Planner, "has_pending_push_work", lambda planner: True)
-    with pytest.raises(Finding, match="I7: (not settled|nothing has moved)"):
+    with pytest.raises(Finding, match=r"I7: (not settled|nothing has moved)"):
         go(SETTLES, 0)
 
 
