@@ -288,7 +288,7 @@ def test_a_signal_cancels_what_runs_in_an_event_loop_and_is_raised_when_it_has_e
     done = []
 
     async def work() -> None:
-        asyncio.get_running_loop().call_soon(send, signal.SIGHUP)
+        asyncio.get_running_loop().call_soon(send, signal.SIGTERM)
         try:
             await asyncio.Event().wait()
         finally:
