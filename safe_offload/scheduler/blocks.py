@@ -230,7 +230,7 @@ class GpuBlocks:
     def all_tables_of(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
         """Return the block tables of a request, one for each group in which it has blocks."""
         tables = (manager.req_to_blocks.get(request_id) for manager in self._managers)
-        return [table for table in tables if table]
+        return list(filter(None, tables))
 
     def forget_blocks_of(
         self, tables: Iterable[Sequence[KVCacheBlock]], hashes: Collection[bytes]

@@ -181,7 +181,7 @@ def test_tiers_have_rows_of_their_own(server, capsys):
 
 
 def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
-    server.start_metrics(tenants=str(tmp_path))
+    server.start_metrics(tenants=str(tmp_path / "tenants.json"))
     for engine in (0, 1):
         gauges = {of_tenant("used_bytes", "chat"): 3 << 20, of_tenant("used_bytes", "rest"): 0}
         gauges |= {of_tenant("guaranteed_bytes", "chat"): 2 << 20}
@@ -401,7 +401,7 @@ def test_an_answer_that_never_ends_is_given_up(endless, monkeypatch):
 
 def fill(server: Server, tmp_path: Path) -> Watch:
     """All that there may be, with large numbers."""
-    server.start_metrics(tiers=TIERS, tenants=str(tmp_path))
+    server.start_metrics(tiers=TIERS, tenants=str(tmp_path / "tenants.json"))
     named = dict.fromkeys(COUNTERS, 10**9 + 7)
     gauges: dict[str, float] = dict.fromkeys(GAUGES, 1234567.0)
     for tier in TIER_SERIES[:2]:

@@ -131,7 +131,8 @@ class Loads:
                     return None
             hit = self._hits.find_hit(*wanted)
             if hit is None:
-                self._has_no_hit(state, num_computed_tokens)
+                if not self._is_plain:
+                    self._has_no_hit(state, num_computed_tokens)
                 return 0
         if is_loading and load is None and num_tokens:
             load = self._shared_loads.find(wait, request, num_computed_tokens)
@@ -146,7 +147,8 @@ class Loads:
                 progress.must_compute = True  # decided once, however often vLLM asks
                 self.drop_hit(state)
                 return 0
-        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
+        num_tokens = num_computed_tokens + hit.num_tokens
+        if not self._is_plain and not self._admission.admits(state, num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
             self._boundaries.part(state, hit.parted_at)
             self.drop_hit(state)
@@ -249,10 +251,10 @@ class Loads:
         return 0
 
     def _has_no_hit(self, state: RequestState, num_computed_tokens: int) -> None:
-        if not self._is_plain:
-            state.ends_hits_at(num_computed_tokens)
-            self._boundaries.part(state, self._hits.parted_at)
-            self._boundaries.move(state, num_computed_tokens)
+        """Note where a hit of a model with windows or states might have begun."""
+        state.ends_hits_at(num_computed_tokens)
+        self._boundaries.part(state, self._hits.parted_at)
+        self._boundaries.move(state, num_computed_tokens)
 
     def _grow_hit(
         self, progress: LoadProgress, hit: Hit, wanted: tuple[Sequence[bytes], int, int]

@@ -67,7 +67,7 @@ class StorePolicy:
         tables = self._tables.pop(state, ())
         size = self._geometry.hash_block_size
         first = self.schedule.num_computed(state) // size
-        longest = max((len(table) for table in tables), default=0)
+        longest = max(map(len, tables), default=0)
         end = longest * max(self._geometry.group_block_sizes) // size
         self._gpu.forget_blocks_of(tables, set(state.request.block_hashes[first:end]))
 
