@@ -104,8 +104,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
-        has_others = bool(self._config.tiers) or self._config.sharing is not None
-        engine_config.refuse_lost_experts(vllm_config, has_others_blocks=has_others)
+        engine_config.refuse_lost_experts(
+            vllm_config, has_others_blocks=self._config.uses_blocks_of_others
+        )
         self._hit_sources: list[Any] = []
         if self._config.sharing is not None:
             engine_config.require_shared_hashes(vllm_config, '"share": "node"')
@@ -178,8 +179,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=config.tiers,
             pin_share=config.pin_share,
             reads_hints=config.kv_hints,
-            tells_media_ids=(bool(config.tiers) or is_shared)
-            and media_ids.tells_media_ids(vllm_config),
+            tells_media_ids=config.uses_blocks_of_others and media_ids.tells_media_ids(vllm_config),
         )
         is_guided = bool(config.pin_share) or config.kv_hints
         needs_search = bool(config.tiers) or is_guided

@@ -53,7 +53,7 @@ class SharingError(SafeOffloadError):
     """Ranks that hold the same KV cache cannot keep one copy of it; each keeps one of its own."""
 
 
-class StalledError(SharingError):
+class StalledError(SafeOffloadError):
     """Another process holds what is waited for, and does not go on: it may have been stopped."""
 
 

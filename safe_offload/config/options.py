@@ -195,6 +195,11 @@ class OffloadConfig:
     ranks_per_copy: int = 1
 
     @property
+    def uses_blocks_of_others(self) -> bool:
+        """Whether other engines, earlier ones too, may have computed what is hit."""
+        return bool(self.tiers) or self.sharing is not None
+
+    @property
     def capacity_key(self) -> str:
         """Return the key that decides the size of the pool."""
         sizes = (self.num_slots, self.cpu_bytes_to_use_per_rank, self.cpu_bytes_to_use)

@@ -54,7 +54,7 @@ def prepare_start(config: Any) -> None:
     `config` is vLLM's VllmConfig.
     """
     ours = ours_of(config.kv_transfer_config)
-    if any(_is_shared(written) for written in ours):
+    if any(_settings(written).uses_blocks_of_others for written in ours):
         _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
     if not ours or last_words.is_another_listening():
@@ -80,11 +80,6 @@ def tell_of_lost_metrics(arguments: Any) -> None:
             '"metrics_port": 9400 in kv_connector_extra_config, and scrape that port too.',
             cause,
         )
-
-
-def _is_shared(written: Mapping[str, Any]) -> bool:
-    config = _settings(written)
-    return bool(config.tiers) or config.sharing is not None
 
 
 def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:

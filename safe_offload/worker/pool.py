@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from safe_offload.config.units import format_bytes
-from safe_offload.errors import ConfigError, SharingError, StalledError
+from safe_offload.errors import ConfigError, SharingError
 from safe_offload.node.locks import TESTS
 from safe_offload.node.pools import RankFile, Wanted, open_rank, user_folder, wait_for
 from safe_offload.node.table import reserved_slots
@@ -68,8 +68,6 @@ def open_pool(wanted: Wanted) -> PoolMemory:
     begin_s = time.monotonic()
     try:
         file = open_rank(wanted)
-    except StalledError:
-        raise
     except SharingError as error:
         raise ConfigError(f'"share": "node": the host cache cannot be shared: {error}.') from error
     folder = user_folder() / wanted.name

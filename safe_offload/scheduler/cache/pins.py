@@ -198,7 +198,7 @@ class Pins:
         if now_s >= self._due_s:
             self.remove([key for key, pin in self._pins.items() if pin.until_s <= now_s])
             self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
-        if self._slots.num_overpinned():
+        if self._pins and self._slots.num_overpinned():
             for pin in sorted(self._pins.values(), key=lambda pin: pin.until_s):
                 if self._slots.must_unpin(pin.slots()):
                     self.remove([pin.key])
