@@ -176,6 +176,7 @@ CAPS_HITS = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
     [
         (return_experts, {}, r"Fix: .*--aux-output-config.max_bytes, enough"),
         (keep_experts, TIERED, r'Fix: .*remove "tiers"'),
+        (keep_experts, {"share": "node"}, r'Fix: .*remove "tiers" and "share"'),
         (keep_experts, {}, None),
     ],
 )

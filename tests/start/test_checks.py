@@ -244,6 +244,7 @@ def test_engines_without_us_are_none_of_our_business(written, listening):
 # ---- hashes that tiers need ----------------------------------------------------------------------
 
 TIERED = sized([{"url": "file:///mnt/nvme/kv"}], "tiers")
+SHARED = sized("node", "share")
 
 
 def hashing(written: dict[str, Any], algorithm: str) -> SimpleNamespace:
@@ -252,7 +253,7 @@ def hashing(written: dict[str, Any], algorithm: str) -> SimpleNamespace:
     return config
 
 
-@pytest.mark.parametrize("written", [TIERED, multi(OTHER, TIERED)])
+@pytest.mark.parametrize("written", [TIERED, multi(OTHER, TIERED), SHARED])
 def test_with_tiers_the_default_hash_is_one_that_all_processes_share(written, listening, caplog):
     caplog.set_level("INFO")
     config = hashing(written, "sha256")
