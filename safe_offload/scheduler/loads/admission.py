@@ -68,8 +68,8 @@ class Admission:
     def admits(self, state: RequestState, num_tokens: int) -> bool:
         """Whether a request may hold the blocks of its first `num_tokens` tokens.
 
-        A request that is the only one may: whatever else holds blocks can be preempted. Where full
-        attention is all there is, nobody need ask, for there vLLM's own check counts right.
+        A request that is the only one may: whatever else holds blocks can be preempted. Not to be
+        asked where full attention is all there is: vLLM's own check counts right there.
         """
         old = self.holders.get(state)
         if old is not None:
