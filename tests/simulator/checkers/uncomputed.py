@@ -26,8 +26,18 @@ class UncomputedChecker:
             tap(core.scheduler.kv_cache_manager, "allocate_slots", self._see_allocation)
 
     def _hashes_of(self, request: Any) -> list[tuple[Any, Any]]:
-        tables = (manager.req_to_blocks.get(request.request_id, ()) for manager in self._managers)
-        return [(block, block.block_hash) for table in tables for block in table]
+        """Of the blocks that hold a token which is not computed yet.
+
+        A block whose last token is a draft that was right is computed before it is hashed.
+        """
+        num_computed = request.num_computed_tokens
+        return [
+            (block, block.block_hash)
+            for manager in self._managers
+            for block in manager.req_to_blocks.get(request.request_id, ())[
+                num_computed // manager.block_size :
+            ]
+        ]
 
     def _see_allocation(
         self, original: Callable[..., Any], request: Any, *what: Any, **how: Any
