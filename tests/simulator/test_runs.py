@@ -48,11 +48,16 @@ REGRESSIONS = {
     # Loads failed at a reset, after which no block is shared any more; vLLM came to the first of
     # them, found too few blocks for all that it needs, and never came to those that held the rest.
     "blocks of failed loads that vLLM does not come to": ("loads-fail", 192),
+    # A load had landed at a reset; its request gave the blocks back, loaded again, and until that
+    # load had landed, too, nobody was offered a hit.
+    "a second load after one that had landed": ("priority:shared-stalls", 6),
     # A window slid on in a step in which its request found no block; preempted in the next, it had
     # blocks rescued that another request had overwritten.
     "rescue of what was overwritten": ("hybrid-gpu", 2098),
     # The only block that is free is the source of a store, and is given to the same prompt.
     "the same hash in the same block": ("repeats", 54),
+    # A checker that took what a right draft had computed for what no step computes.
+    "hashed a step after it was computed": ("priority:swarm", 1),
     # A store settled into a prefix that was scanned once more later: one slot, leased twice.
     "one slot twice in a prefix": ("plain", 22),
     # Lazy: a step that computes nothing loads into blocks of a request that has just finished; they
