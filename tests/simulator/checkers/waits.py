@@ -30,9 +30,9 @@ class _Waiter:
 
     request: Any  # kept, so that its address is no other's
     # The load that it waits for is one of these; empty if it does not wait.
-    waits_for: set[tuple[int, int]] = field(default_factory=set)
+    waits_for: set[tuple[int, ...]] = field(default_factory=set)
     # Loads that it has certainly waited for before.
-    had: set[tuple[int, int]] = field(default_factory=set)
+    had: set[tuple[int, ...]] = field(default_factory=set)
     is_for_tiers: bool = False  # it waits for tiers, if it does not wait for a load
     # It waits for a load or for tiers, as some request looks them up.
     may_be_for_tiers: bool = False
@@ -61,11 +61,14 @@ class WaitChecker:
         self._tier_wait_max_s = max((tier.wait_s for tier in core.config.tiers), default=0.0)
         self._has_room = False
         """Whether the last plan has left slots, and no fetch holds any."""
+        self._num_resets = 0
+        """Of vLLM's prefix cache, in which whoever has loaded may give its blocks back."""
         self._landed: set[Any] = set()
         """Requests that had not run since their load, at the last reset."""
         ledger.on_plan.append(self._see_plan)
         for name in RESETS:
             tap(core.connector, name, self._see_reset)
+        tap(core.scheduler, "reset_prefix_cache", self._see_gpu_reset)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
 
     def _see_plan(self, plan: StepPlan) -> None:
@@ -113,6 +116,10 @@ class WaitChecker:
 
     def _see_reset(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._landed = set(self._ended_loads())
+        return original(*args, **kwargs)
+
+    def _see_gpu_reset(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._num_resets += 1
         return original(*args, **kwargs)
 
     def _ended_loads(self) -> Iterator[Any]:
@@ -174,10 +181,10 @@ class WaitChecker:
 
     def _loads_of_the_same(
         self, request: Any, num_computed_tokens: int
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Iterator[tuple[int, ...]]:
         """Loads that vLLM waits for, of requests that begin as this one to its first missing token.
 
-        A load is known by its request and how often that was preempted before.
+        A load is known by its request and how often that may have lost its blocks before.
         """
         end = num_computed_tokens + 1
         wanted = list(request.all_token_ids[:end])
@@ -188,7 +195,7 @@ class WaitChecker:
                 and list(other.all_token_ids[:end]) == wanted
                 and self._is_loading(other)
             ):
-                yield id(other), other.num_preemptions
+                yield id(other), other.num_preemptions, self._num_resets
 
     def _is_loading(self, request: Any) -> bool:
         """Whether vLLM waits for a load of a request, and will for some time."""
