@@ -71,122 +71,120 @@ class OffloadConfig:
     cpu_bytes_to_use: int = setting(
         size(MAX_BYTES_PER_SERVER),
         "8GiB",
-        "Host memory of one engine; each rank gets an equal share.",
+        "Host memory per engine, split equally among its ranks.",
     )
     cpu_bytes_to_use_per_rank: int | None = setting(
-        size(MAX_BYTES_PER_RANK), None, "Host memory of each rank; overrides `cpu_bytes_to_use`."
+        size(MAX_BYTES_PER_RANK), None, "Host memory per rank; overrides `cpu_bytes_to_use`."
     )
     num_slots: int | None = setting(
         count(1, MAX_NUM_SLOTS, example=4096),
         None,
-        "Exact number of host blocks of each rank; overrides both sizes.",
+        "Exact number of host blocks per rank; overrides both sizes.",
         key="num_cpu_blocks",
     )
     lazy_offload: bool = setting(
-        switch(), False, "Store a block when vLLM is about to evict it, not as soon as it is full."
+        switch(),
+        False,
+        "Store a block when vLLM is about to evict it instead of as soon as it is full.",
     )
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
         "lru",
-        "Which block is overwritten first: the least recently used one (`lru`), the least "
-        "recently used one that was never hit (`slru`), or the one that is least likely to be "
-        "asked for again soon, by the gaps between past requests (`returns`, which stores nothing "
-        "that is worth less than what would go for it).",
+        "Which block is evicted first: the least recently used (`lru`), the least recently used "
+        "without a hit (`slru`), or the least likely to be reused soon, estimated from past reuse "
+        "intervals (`returns`, which does not admit blocks worth less than their victims).",
     )
     pin_share: float = setting(
         share(MAX_PIN_SHARE),
         0,
-        "The part of host memory that requests may pin.",
+        "Fraction of host memory that requests may pin.",
     )
     sharing: str | None = setting(
         choice(["node"]),
         None,
-        "`node`: one host cache for all engines of this machine, user and model. It outlives them.",
+        "`node`: one host cache for all engines of this machine, user and model; it outlives them.",
         key="share",
     )
-    kv_hints: bool = setting(switch(), False, "Do what hints of requests ask for.")
+    kv_hints: bool = setting(switch(), False, "Honor request hints.")
     estimate_hit_rates: bool = setting(
-        switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
+        switch(), False, "Estimate the hit rate at other memory sizes from a sample of blocks."
     )
     kv_offload_backend: str = setting(
         choice(["cpu", "disk"]),
         "cpu",
-        "`disk` is SimpleCPUOffloadConnector's word for one tier, the directory `disk_path`, below "
-        "host memory.",
+        "SimpleCPUOffloadConnector's key: `disk` adds the directory `disk_path` as the only tier.",
     )
     disk_path: str | None = setting(
         directory(), None, 'The directory of `"kv_offload_backend": "disk"`.'
     )
     disk_capacity_bytes: int = setting(
-        size(MAX_BYTES_PER_RANK), "100GiB", "What each rank may keep in `disk_path`."
+        size(MAX_BYTES_PER_RANK), "100GiB", "Capacity of `disk_path` per rank."
     )
     tiers: tuple[TierConfig, ...] = setting(
-        tiers(), [], "Where the KV cache is kept below host memory, the nearest first."
+        tiers(), [], "Storage below host memory, nearest first."
     )
     max_inflight_bytes: int = setting(
         size(MAX_BYTES_PER_RANK),
         "256MiB",
-        "Bytes of copies that one rank has under way at a time in each direction.",
+        "Bytes of copies in flight per rank and direction.",
     )
     copy_threads: int = setting(
         count(1, MAX_COPY_THREADS, example=2),
         1,
-        "Threads that copy in each rank; vLLM's CPU engine only.",
+        "Copy threads per rank; vLLM's CPU engine only.",
     )
     copy_path: str = setting(
         choice(["auto", "batch", "kernel", "each"]),
         "auto",
-        "How a GPU copies: one batched driver call, one kernel launch, or one call for each range; "
-        "`auto` chooses by what both took in the self-test.",
+        "How a GPU copies: one batched driver call, one kernel launch, or one call per range; "
+        "`auto` picks the faster in the self-test.",
     )
     enable_cross_layers_blocks: bool = setting(
         switch(),
         False,
-        "Ask vLLM for a KV cache in which a block lies in one piece, not in one for each layer, "
-        "where the model's attention can read it.",
+        "Ask vLLM for a layout that keeps all layers of a block contiguous, where the attention "
+        "backend supports it.",
     )
     self_test: bool = setting(
         choice({"on": True, "off": False}),
         "on",
-        "Test every way to copy on the real KV cache memory before vLLM serves; a way that "
-        "delivers a wrong byte is not used.",
+        "Test every copy path on the real KV cache memory before vLLM serves, and reject any that "
+        "corrupts a byte.",
     )
     transfer_timeout_s: float = setting(
         seconds(MAX_TRANSFER_TIMEOUT_S),
         DEFAULT_TRANSFER_TIMEOUT_S,
-        "A transfer that has not begun by then fails, and its tokens are recomputed.",
+        "A transfer that has not started by then fails, and its tokens are recomputed.",
     )
     min_load_tokens: int | None = setting(
         count(0, MAX_MIN_LOAD_TOKENS, example=256, word="auto"),
         "auto",
-        "Hits of fewer tokens are computed instead of loaded; `auto` loads a hit if that is "
-        "expected to be faster.",
+        "Recompute shorter hits instead of loading them; `auto` loads a hit if that is expected to "
+        "be faster.",
     )
     verify_every: int = setting(
         sampling(),
         "off",
-        "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
+        "Verify checksums of loaded blocks: all, or one in N.",
         key="verify",
     )
     tenants: str | None = setting(
         file(),
         None,
-        "A file that guarantees shares of host memory and directories, by `cache_salt`.",
+        "A file that guarantees each tenant (`cache_salt`) a share of host memory and directories.",
         is_secret=True,
     )
     metrics_port: int | None = setting(
         count(1, 65535, example=9400),
         None,
-        "Serve the metrics at this port too, for where vLLM's server drops them; data-parallel "
-        "engines take one port after the other.",
+        "Serve the metrics at this port too, for servers whose `/metrics` lacks them; "
+        "data-parallel engines use consecutive ports.",
     )
-    metrics_host: str = setting(
-        text(), "127.0.0.1", "Address of this machine that `metrics_port` is opened on."
-    )
+    metrics_host: str = setting(text(), "127.0.0.1", "Address that `metrics_port` listens on.")
     verify_invariants: bool = setting(
         switch(),
         False,
-        "Check the connector's own state after every step; slow, for tests.",
+        "Check the connector's internal state after every step; slow, for tests.",
         key="check_invariants",
     )
     # Not settings: the workers of this engine, and how many of them keep one copy together because

@@ -192,8 +192,8 @@ def duration(maximum_s: int) -> Kind:
             found_s = float(value) if 0 < value <= maximum_s else 0.0
         if 1 <= found_s <= maximum_s:
             return found_s
-        fix = f'write "{key}": "7d" for a week'
-        refuse(key, value, "this is no time of a second or more", allowed, fix)
+        problem = f"the duration must be at least 1 s and at most {maximum_s // 86400}d"
+        refuse(key, value, problem, allowed, f'write "{key}": "7d" for a week')
 
     return Kind(allowed, read)
 

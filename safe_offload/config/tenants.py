@@ -209,7 +209,7 @@ class TenantsFile:
             logger.info(told, len(tenants.labels) - 1, sum(tenants.shares) / 100)
             self.tenants = tenants
         except ConfigError as error:
-            logger.error("What was in force before stays: %s", error)
+            logger.error("Keeping the previous file: %s", error)
             self.num_bad += 1
 
     def _read(self) -> bytes | None:

@@ -32,9 +32,8 @@ EXAMPLES: Final = {
     "az": "az://container/kv",
 }
 URL_FORMS: Final = (
-    "file:// and the absolute path of a directory, redis:// or rediss:// (TLS) and a machine (also "
-    "written valkey:// and valkeys://), "
-    "unix:// and the path of a socket, s3://, gs:// or az:// and a bucket"
+    "file:///DIRECTORY, redis://HOST or rediss://HOST (TLS; also valkey:// and valkeys://), "
+    "unix:///SOCKET, s3://BUCKET, gs://BUCKET or az://CONTAINER"
 )
 PATH_LENGTH_SHOWN: Final = 100
 DEFAULT_PORT: Final = 6379
@@ -226,6 +225,4 @@ _READERS: Final = {
     **dict.fromkeys(BUCKETS, _read_bucket),
 }
 
-URL: Final = Setting(
-    URL_KEY, Kind(URL_FORMS, read_url), None, "Where the tier is; it must be written."
-)
+URL: Final = Setting(URL_KEY, Kind(URL_FORMS, read_url), None, "Location of the tier; required.")

@@ -95,7 +95,7 @@ def _path(
 
 def endpoint() -> Kind:
     """Return the kind of the address of an object store."""
-    allowed = "http:// or https:// and a machine, perhaps with its port"
+    allowed = "http:// or https://, a host name and optionally a port"
 
     def read(key: str, value: object) -> str:
         fix = f'write "{key}": "https://minio.internal:9000", or leave it out for the cloud itself'
@@ -125,81 +125,80 @@ class TierConfig:
     capacity_bytes: int | None = setting(
         size(MAX_CAPACITY_BYTES),
         None,
-        "Of a directory: bytes of all engines that share it together; without it, no limit.",
+        "Directory: bytes for all engines that share it; unlimited by default.",
         key="capacity",
     )
-    namespace: str = setting(text(), "", "A word that keeps apart what would otherwise be shared.")
+    namespace: str = setting(
+        text(), "", "A word that separates engines that would otherwise share."
+    )
     model_version: str = setting(
         text(),
         "",
-        "Your name for these weights: what carries it may be used again after a reset, and with "
-        "LoRA adapters after a restart.",
+        "Your name for these weights: objects with this name stay valid after a reset and, with "
+        "LoRA adapters, after a restart.",
     )
     store: str = setting(
         choice(["computed", "evicted", "hit"]),
         "computed",
-        "What is written: all that the host stores (`computed`), only what it is about to evict "
-        "(`evicted`), or what it was asked for again (`hit`).",
+        "What is written: every block that the host stores (`computed`, write-through), blocks "
+        "about to be evicted (`evicted`), or blocks that were hit (`hit`).",
     )
     write_bytes_per_s: int | None = setting(
         size(MAX_BYTES_PER_RANK),
         None,
-        "At most so many bytes are written in a second by one engine.",
+        "Write limit per engine, in bytes per second.",
         key="max_bytes_per_s",
     )
     wait_s: float = setting(
-        seconds(MAX_TIER_WAIT_S), DEFAULT_WAIT_S, "No request waits longer for it, in total."
+        seconds(MAX_TIER_WAIT_S), DEFAULT_WAIT_S, "Longest total wait of a request for this tier."
     )
     timeout_s: float = setting(
         seconds(MAX_TIER_WAIT_S),
         DEFAULT_TIER_TIMEOUT_S,
-        "A probe, read or write that takes longer is given up, and counts as a failure.",
+        "A probe, read or write that takes longer fails.",
     )
     num_threads: int = setting(
         count(1, MAX_TIER_THREADS, example=4),
         4,
-        "Of a directory: threads of each rank that read and write.",
+        "Directory: I/O threads per rank.",
         key="threads",
     )
     keep: bool = setting(
-        switch(), False, "What comes from a tier farther away is written to this one as well."
+        switch(), False, "Also write what is fetched from a farther tier to this one."
     )
     num_connections: int = setting(
         count(1, MAX_CONNECTIONS, example=4),
         DEFAULT_CONNECTIONS,
-        "To a server or an object store: connections of each rank. To an object store 16 if it is "
-        "not written.",
+        "Server or bucket: connections per rank (bucket: 16 by default).",
         key="connections",
     )
     ttl_s: float | None = setting(
         duration(MAX_TTL_S),
         None,
-        "Of a server: it deletes what was not used for so long. Without it, what it evicts itself.",
+        "Server: delete objects unused for this long. By default, the server evicts.",
         key="ttl",
     )
     password_file: str | None = setting(
         file(),
         None,
-        "Of a server: holds its password, so that the url need not have it.",
+        "Server: a file with its password, to keep it out of the url.",
         is_secret=True,
     )
     ca_file: str | None = setting(
-        file(), None, "With `rediss://`: certificates to trust, instead of the system's."
+        file(), None, "`rediss://`: certificates to trust instead of the system's."
     )
     cert_file: str | None = setting(
-        file(), None, "With `rediss://`: the certificate of this client, if the server wants one."
+        file(), None, "`rediss://`: client certificate, if the server requires one."
     )
-    key_file: str | None = setting(
-        file(), None, "With `rediss://`: the key of `cert_file`.", is_secret=True
-    )
+    key_file: str | None = setting(file(), None, "`rediss://`: key of `cert_file`.", is_secret=True)
     endpoint: str | None = setting(
-        endpoint(), None, "Of an object store: its address, if it is not the cloud's own."
+        endpoint(), None, "Bucket: address of the object store, if not the cloud's own."
     )
     hmac_key_file: str | None = setting(
         file(),
         None,
-        "Holds a key: only objects that were written with the same key are used. All tiers have "
-        "one, or none.",
+        "A file with a key: only objects written with the same key are used. All tiers need it, or "
+        "none.",
         is_secret=True,
     )
     # Not a setting: the file of tenants, of which each has a share of a directory.

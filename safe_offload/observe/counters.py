@@ -210,7 +210,7 @@ class TierSeries:
         )
         self.stored_bytes = series("stored_bytes", doc)
         self.capacity_bytes = series("capacity_bytes", "What a tier may hold.")
-        doc = "1 since a tier has failed and was left alone, until a call of that kind has worked."
+        doc = "1 from when a tier's circuit breaker opens until a call of that kind works."
         self.is_out = {
             name: series("is_out", doc, ("operation", name)) for name in ("read", "write")
         }

@@ -93,7 +93,7 @@ def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str
     sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
     logger.info(
         "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, a load that "
-        f"fails {fate}. Each of %(ranks)s ranks keeps up to %(slots_per_rank)s slots in "
+        f"fails {fate}. Per rank (%(ranks)s): up to %(slots_per_rank)s slots in "
         f"{format_bytes(copy_bytes)} of host memory{sharing}: about %(tokens)s tokens, or "
         f"%(longest_requests)s requests of max_model_len ({pool.max_model_len} tokens), "
         "%(gpu_pools)s times the GPU's own pool. KV cache groups: %(groups)s. copy_path "

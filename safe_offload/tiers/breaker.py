@@ -1,4 +1,4 @@
-"""A circuit breaker: what fails again and again is left alone for a while, then tried once."""
+"""A circuit breaker: after repeated failures no call is made for a while, then one as a trial."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 logger = logging.getLogger(f"vllm.{__name__}")
 
 FAILURES_MAX = 3
-"""In a row, before a tier is left alone."""
+"""In a row, before the circuit opens."""
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 """At first and at most. Each is twice as long as the one before, and 0.5 to 1.5 times that, so that
 engines do not come back together."""
@@ -75,8 +75,8 @@ class Breaker:
         self._num_failures += 1
         if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
             logger.warning(
-                "%s has failed %d times in a row, last because %s. It is left alone and tried "
-                "again in about %g s, then after longer pauses. Requests are served without it "
+                "%s has failed %d times in a row, last because %s. Circuit open: the next try is "
+                "in about %g s, then after longer pauses. Requests are served without it "
                 "meanwhile.",
                 *(self._name, self._num_failures, problem, self._pause_s),
             )

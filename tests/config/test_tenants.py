@@ -147,7 +147,7 @@ def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, package
     finally:
         file.close()
     told = [record.getMessage() for record in package_log]
-    assert sum("What was in force before stays" in line for line in told) == 2
+    assert sum("Keeping the previous file" in line for line in told) == 2
     assert "1 tenants are guaranteed 40% together" in told[-1]
     assert SALT not in "".join(told)
 

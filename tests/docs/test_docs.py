@@ -114,7 +114,7 @@ def test_source_files_that_the_pages_name_exist():
     ("page", "start", "end"),
     [
         ("configuration.md", "### Tiers\n", "```"),
-        ("guides/coming-from.md", "## LMCache\n", "What you lose"),
+        ("guides/coming-from.md", "## LMCache\n", "Not supported"),
     ],
 )
 def test_a_page_names_every_kind_of_tier(page, start, end):

@@ -163,7 +163,7 @@ def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, ex
     (line,) = {m for m in caplog.messages if m.startswith("safe_offload ")}
     assert expected in line
     assert f"safe_offload {safe_offload.__version__}: eager stores, slru eviction" in line
-    assert "Each of 4 ranks keeps up to 80 slots" in line
+    assert "Per rank (4): up to 80 slots" in line
     assert f"KV cache groups: {len(groups)}" in line
     num_request = specs.num_blocks_of_longest_request(config, cache)
     assert f"about {int(80 / num_request * 640)} tokens" in line
