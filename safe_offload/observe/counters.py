@@ -18,10 +18,10 @@ Label = tuple[str, str]
 Observed = dict[str, dict[int, tuple[int, float]]]
 """By name of a histogram: how many values are in a bucket, by its index, and their sum."""
 
-_EVICTED = "Blocks overwritten by others, by whether they had ever been loaded."
-_HINTS = "Actions of hints that came with requests; unknown are those that nothing came of."
-_DROPPED_SPILLS = "Blocks that were to be written to tiers and were not."
-_DROPPED = "Finished ids kept from vLLM's scheduler, which could not have acted on them."
+_EVICTED = "Blocks evicted, by whether they were hit."
+_HINTS = "Actions of request hints; unknown ones are ignored."
+_DROPPED_SPILLS = "Blocks not written to tiers."
+_DROPPED = "Finished request ids kept from vLLM's scheduler, which would have crashed on them."
 
 
 class Series(str):
@@ -50,75 +50,78 @@ class Series(str):
 class Count(Series, enum.ReprEnum):
     """What is counted."""
 
-    HIT_TOKENS = "hit_tokens", "Tokens found on the host whose load was begun, however it ended."
-    LOADED_TOKENS = "loaded_tokens", "Tokens that came from the host: their load ended well."
-    SAVED_SECONDS = "saved_seconds", "Time that computing loaded_tokens would have taken at least."
-    LOADED_BLOCKS = "loaded_blocks", "Blocks loaded from the host, of all KV cache groups."
-    STORED_BLOCKS = "stored_blocks", "Blocks that were stored on the host and can be hit."
-    RESCUED_BLOCKS = "rescued_blocks", "Blocks of preempted requests stored before their reuse."
+    HIT_TOKENS = "hit_tokens", "Tokens of hits whose load started."
+    LOADED_TOKENS = "loaded_tokens", "Tokens of hits loaded successfully."
+    SAVED_SECONDS = "saved_seconds", "Lower bound of the time to compute loaded_tokens."
+    LOADED_BLOCKS = "loaded_blocks", "Blocks loaded from the host, all KV cache groups."
+    STORED_BLOCKS = "stored_blocks", "Blocks stored on the host."
+    RESCUED_BLOCKS = "rescued_blocks", "Blocks of preempted requests stored just before reuse."
     EVICTED_BLOCKS_HIT = "evicted_blocks", _EVICTED, ("hit", "true")
     EVICTED_BLOCKS_UNHIT = "evicted_blocks", _EVICTED, ("hit", "false")
-    EVICTED_AGE_SECONDS = "evicted_age_seconds", "Time since the last use, of all evicted blocks."
-    RESETS = "resets", "Resets of the host cache: nothing stored before is found any more."
-    FENCED_STORES = "fenced_stores", "Stores whose source block was given away while they ran."
-    SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored: no slot free, too much waits, no gain."
-    UNPUBLISHED_BLOCKS = "unpublished_blocks", "Blocks stored but dropped because of a reset."
-    LOAD_BYTES = "load_bytes", "Bytes copied from the host to GPU blocks, by all ranks."
-    STORE_BYTES = "store_bytes", "Bytes copied from GPU blocks to the host, by all ranks."
+    EVICTED_AGE_SECONDS = (
+        "evicted_age_seconds",
+        "Sum over evicted blocks of the time since last use.",
+    )
+    RESETS = "resets", "Resets of the host cache."
+    FENCED_STORES = "fenced_stores", "Stores whose source block was reallocated meanwhile."
+    SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored: no slot, too much in flight, no gain."
+    UNPUBLISHED_BLOCKS = "unpublished_blocks", "Blocks dropped by a reset during their store."
+    LOAD_BYTES = "load_bytes", "Bytes copied from host to GPU, all ranks."
+    STORE_BYTES = "store_bytes", "Bytes copied from GPU to host, all ranks."
     OVERDUE_TRANSFERS = (
         "overdue_transfers",
-        "Started transfers that had not ended at their deadline.",
+        "Transfers still running at their deadline.",
     )
-    COPY_PATH_DEMOTIONS = "copy_path_demotions", "Ways to copy given up because they failed."
+    COPY_PATH_DEMOTIONS = "copy_path_demotions", "Fallbacks to a slower copy path."
     CHECKSUM_MISMATCHES = "checksum_mismatches", "Host slots retired because their bytes changed."
-    GIVEN_UP_REQUESTS = "given_up_requests", "Requests offered no more hits: too many loads failed."
-    SKIPPED_STORES = "skipped_stores", "Stores put off or made smaller: too many bytes wait."
-    UNUSABLE_HITS = "unusable_hits", "Hits that vLLM accepted in part and that could not be loaded."
-    POSTPONED_HITS = "postponed_hits", "Hits put off: pending loads hold too many GPU blocks."
-    SHARED_WAITS = "shared_waits", "Requests that waited for another's load of the same blocks."
-    SHARED_WAITS_CUT = "shared_waits_cut", "Of shared_waits, those that reached the time limit."
+    GIVEN_UP_REQUESTS = "given_up_requests", "Requests denied further hits after failed loads."
+    SKIPPED_STORES = "skipped_stores", "Stores postponed or shortened: too much in flight."
+    UNUSABLE_HITS = "unusable_hits", "Partially accepted hits that could not be loaded."
+    POSTPONED_HITS = "postponed_hits", "Hits postponed: loads hold too many GPU blocks."
+    SHARED_WAITS = "shared_waits", "Requests that waited for another request's load."
+    SHARED_WAITS_CUT = "shared_waits_cut", "Of shared_waits, those that hit the limit."
     UNPAID_HITS = (
         "unpaid_hits",
-        "Hits not offered: computing their tokens is expected to be faster.",
+        "Hits skipped because recomputing is faster.",
     )
-    TIER_LOOKUPS = "tier_lookups", "Requests of which the tiers were asked for blocks."
-    TIER_WAITS_CUT = "tier_waits_cut", "Of tier_lookups, those waited for as long as allowed."
-    FETCHED_BLOCKS = "fetched_blocks", "Blocks that came from a tier and can be hit."
-    MISSED_BLOCKS = "missed_blocks", "Blocks that were to be fetched from a tier and did not come."
+    TIER_LOOKUPS = "tier_lookups", "Requests that looked up tiers."
+    TIER_WAITS_CUT = "tier_waits_cut", "Of tier_lookups, those that hit the wait limit."
+    FETCHED_BLOCKS = "fetched_blocks", "Blocks fetched from a tier."
+    MISSED_BLOCKS = "missed_blocks", "Blocks whose fetch from a tier failed."
     UNPAID_FETCH_TOKENS = (
         "unpaid_fetch_tokens",
-        "Tokens not fetched from a tier: computing them is expected to be faster.",
+        "Tokens not fetched because recomputing is faster.",
     )
-    ROOMLESS_BLOCKS = "roomless_blocks", "Blocks not fetched from a tier for want of host slots."
-    SPILLED_BLOCKS = "spilled_blocks", "Blocks of the host that are in all tiers from then on."
-    KEPT_BLOCKS = "kept_blocks", "Blocks of a far tier that nearer ones keep from then on."
+    FETCH_BLOCKS_NO_SLOT = "fetch_blocks_no_slot", "Blocks not fetched for lack of host slots."
+    SPILLED_BLOCKS = "spilled_blocks", "Blocks written to all tiers."
+    KEPT_BLOCKS = "kept_blocks", "Blocks copied from a farther tier to nearer ones."
     DROPPED_SPILLS_EVICTED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "evicted")
     DROPPED_SPILLS_REFUSED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "refused")
-    STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."
-    DUPLICATE_REPORTS = "duplicate_reports", "Worker reports that came twice from one rank."
+    STALE_REPORTS = "stale_reports", "Worker reports of unknown or settled transfers."
+    DUPLICATE_REPORTS = "duplicate_reports", "Duplicate worker reports from one rank."
     DROPPED_UNKNOWN_IDS = "dropped_ids", _DROPPED, ("reason", "unknown")
     DROPPED_PREMATURE_IDS = "dropped_ids", _DROPPED, ("reason", "premature")
     DROPPED_DUPLICATE_IDS = "dropped_ids", _DROPPED, ("reason", "duplicate")
     DROPPED_UNOWNED_IDS = "dropped_ids", _DROPPED, ("reason", "unowned")
-    BAD_REQUEST_PARAMS = "bad_request_params", "Requests with unusable kv_transfer_params, served."
-    UNPINNED_TOKENS = "unpinned_tokens", "Tokens of prompts that were to be pinned and were not."
+    BAD_REQUEST_PARAMS = "bad_request_params", "Requests with invalid kv_transfer_params, served."
+    UNPINNED_TOKENS = "unpinned_tokens", "Prompt tokens that could not be pinned."
     FETCH_HINTS = "hints", _HINTS, ("action", "fetch")
     RETAIN_HINTS = "hints", _HINTS, ("action", "retain")
     DEMOTE_HINTS = "hints", _HINTS, ("action", "demote")
     UNKNOWN_HINTS = "hints", _HINTS, ("action", "unknown")
-    BAD_TENANT_FILES = "bad_tenant_files", "Changes of the file of tenants that could not be used."
-    BORROWED_BLOCKS = "borrowed_blocks", "Blocks of other engines' slots, each time one is leased."
-    LOST_BLOCKS = "lost_blocks", "Blocks that other engines overwrote before they were borrowed."
-    DAMAGED_ENTRIES = "damaged_entries", "Entries of the table of a shared pool that cannot be."
-    POOL_STALLS = "pool_stalls", "Times that another process kept this engine from a shared pool."
-    CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
+    BAD_TENANT_FILES = "bad_tenant_files", "Invalid versions of the tenants file."
+    BORROWED_BLOCKS = "borrowed_blocks", "Leases of blocks in other engines' slots."
+    LOST_BLOCKS = "lost_blocks", "Blocks overwritten by other engines before a lease."
+    DAMAGED_ENTRIES = "damaged_entries", "Invalid table entries of a shared pool."
+    POOL_STALLS = "pool_stalls", "Times another process blocked access to a shared pool."
+    CONTAINED_ERRORS = "contained_errors", "Exceptions in a hook, contained."
 
 
 def _failures(direction: str) -> dict[FailureReason, Series]:
     return {
         reason: Series(
             "transfer_failures",
-            "Transfers that failed, each counted once, by the first reason that a rank reported.",
+            "Failed transfers, counted once, with the first rank's reason.",
             ("direction", direction),
             ("reason", reason.value),
         )
@@ -132,6 +135,8 @@ FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS = map(
 _FAILED = (FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS)
 COUNTERS: tuple[Series, ...] = (*Count, *(s for failed in _FAILED for s in failed.values()))
 """Everything that is counted."""
+RENAMED = {"fetch_blocks_no_slot": "roomless_blocks"}
+"""Counters that Prometheus has under their old name too, for one version."""
 
 
 def _both(metric: str, doc: str, buckets: tuple[float, ...]) -> tuple[Series, Series]:
@@ -148,22 +153,22 @@ BYTES = tuple(n * 1e6 for n in (1, 5, 10, 20, 40, 60, 80, 100, 150, 200))
 """vLLM's (0.32.0, distributed/kv_transfer/kv_connector/v1/offloading/metrics.py)."""
 
 LOAD_S, STORE_S = _both(
-    "transfer_seconds", "Time of one copy on one rank, without its time in the queue.", SECONDS
+    "transfer_seconds", "Duration of one copy on one rank, without queueing.", SECONDS
 )
 LOAD_QUEUED_S, STORE_QUEUED_S = _both(
-    "transfer_wait_seconds", "Time in the queue of one transfer on one rank.", SECONDS
+    "transfer_wait_seconds", "Queueing time of one transfer on one rank.", SECONDS
 )
 LOAD_SIZE_BYTES, STORE_SIZE_BYTES = _both("transfer_bytes", "Bytes of one copy on one rank.", BYTES)
 LOAD_WAIT_S, TIER_WAIT_S, PROBE_S, FETCH_S = (
     Series(f"{name}_seconds", doc, buckets=SECONDS)
     for name, doc in (
-        ("load_wait", "Time that a request waited for its load."),
-        ("tier_wait", "Time that a request waited for tiers, of those that did."),
-        ("probe", "Time from the plan that asks the tiers to all answers."),
-        ("fetch", "Time from the plan that fetches blocks for a request to the last of them."),
+        ("load_wait", "A request's wait for its load."),
+        ("tier_wait", "A request's total wait for tiers, if it waited."),
+        ("probe", "Time from a lookup to all responses."),
+        ("fetch", "Time from a request's fetch to its last block."),
     )
 )
-HIT_TOKENS = Series("hit_length_tokens", "Tokens of one hit whose load was begun.", buckets=TOKENS)
+HIT_TOKENS = Series("hit_length_tokens", "Tokens of one hit whose load started.", buckets=TOKENS)
 HISTOGRAMS = {
     str(series): series
     for series in (
@@ -191,11 +196,11 @@ class TierSeries:
         self.read_bytes = series("read_bytes", "Bytes of blocks read from a tier.")
         self.written_objects = series("written_objects", "Blocks written to a tier.")
         self.written_bytes = series("written_bytes", "Bytes written to a tier.")
-        doc = "Objects deleted because a tier had reached its capacity."
+        doc = "Objects evicted because a tier had reached its capacity."
         self.evicted_objects = series("evicted_objects", doc)
-        doc = "Blocks that a tier was asked for and that did not come, by reason."
+        doc = "Blocks requested from a tier but not read, by reason."
         self.misses = {why: series("misses", doc, ("reason", why)) for why in TIER_MISSES}
-        doc = "Blocks that were not written to a tier, by reason; not those that were there."
+        doc = "Blocks not written to a tier, by reason; without those already present."
         self.dropped_spills = {
             why: series("dropped_spills", doc, ("reason", why)) for why in TIER_DROPS
         }
@@ -204,12 +209,9 @@ class TierSeries:
             name: series("call_seconds", doc, ("operation", name), buckets=SECONDS)
             for name in ("probe", "fetch", "spill")
         }
-        doc = (
-            "Bytes taken in a directory by all engines that share it, as of this engine's last "
-            "write or count."
-        )
+        doc = "Bytes used in a directory by all engines, as of this engine's last write or count."
         self.stored_bytes = series("stored_bytes", doc)
-        self.capacity_bytes = series("capacity_bytes", "What a tier may hold.")
+        self.capacity_bytes = series("capacity_bytes", "Capacity of a tier.")
         doc = "1 from when a tier's circuit breaker opens until a call of that kind works."
         self.is_out = {
             name: series("is_out", doc, ("operation", name)) for name in ("read", "write")
@@ -239,13 +241,13 @@ TIERS_NOT_READY = "tiers_not_ready"
 
 
 TENANT_COUNTERS = {
-    "hit_tokens": "Tokens found on the host whose load was begun, by tenant.",
-    "missed_tokens": "Tokens of prompts that neither the GPU nor the host had, by tenant.",
-    "evicted_blocks": "Blocks overwritten by others, by tenant.",
+    "hit_tokens": "Tokens of hits whose load started, by tenant.",
+    "missed_tokens": "Prompt tokens missing on GPU and host, by tenant.",
+    "evicted_blocks": "Blocks evicted, by tenant.",
 }
 TENANT_GAUGES = {
-    "used_bytes": "Bytes of the host slots that a tenant has, of all ranks.",
-    "guaranteed_bytes": "Bytes of host slots that are guaranteed to a tenant, of all ranks.",
+    "used_bytes": "Host memory in use by a tenant, all ranks.",
+    "guaranteed_bytes": "Quota of a tenant in host memory, all ranks.",
 }
 
 

@@ -23,6 +23,7 @@ from safe_offload.observe.counters import (
     HISTOGRAMS,
     LOAD_S,
     LOAD_SIZE_BYTES,
+    RENAMED,
     STORE_S,
     STORE_SIZE_BYTES,
     TENANT_COUNTERS,
@@ -37,31 +38,31 @@ from safe_offload.sides import Side
 
 GAUGES = {
     "slots": "Host slots, each as large as one GPU block.",
-    "configured_slots": "Host slots that there will be when all memory is ready.",
-    "used_slots": "Host slots that hold something that can be hit.",
-    "capacity_bytes": "Bytes that all host slots hold together, of all ranks.",
-    "leased_slots": "Host slots that may not be evicted now, without those that are pinned.",
-    "pinned_slots": "Host slots that hold what is pinned.",
-    "pins": "Prompts that are pinned.",
-    "retired_slots": "Host slots not used any more because their bytes changed in memory.",
-    "pool_engines": "Engines that share the host memory, if any do.",
-    "own_slots": "Host slots that this engine stores in; others' it only reads.",
-    "is_disabled": "1 if the connector has given up and only finishes what is in flight.",
-    "stores_in_flight": "Stores that not all ranks have finished.",
-    "loads_in_flight": "Loads that not all ranks have finished.",
-    "compute_tokens_per_second": "Tokens that the largest steps compute in a second, as measured.",
-    "load_tokens_per_second": "Tokens that the largest loads bring in a second, as measured.",
-    "load_latency_seconds": "Time of the smallest loads, as measured.",
-    "estimated_hits_half": "Estimated part of asked blocks that half the host slots would hold.",
-    "estimated_hits_present": "The same of as many host slots as there are.",
-    "estimated_hits_double": "The same of twice as many host slots.",
-    "estimated_hits_quadruple": "The same of four times as many host slots.",
-    "estimated_hits_everything": "The same if nothing was ever evicted.",
-    "fetches_in_flight": "Fetches from tiers that not all ranks have finished.",
-    "spills_in_flight": "Spills to tiers that not all ranks have finished.",
-    "fetch_bytes_per_second": "Bytes that the largest fetches bring in a second, as measured.",
-    "fetch_latency_seconds": "Time of the smallest fetches, as measured.",
-    TIERS_NOT_READY: "1 while the files of the model are read, before tiers are used.",
+    "configured_slots": "Host slots once all memory is ready.",
+    "used_slots": "Host slots with blocks that can be hit.",
+    "capacity_bytes": "Host memory of all slots, all ranks.",
+    "leased_slots": "Host slots protected from eviction, without pins.",
+    "pinned_slots": "Host slots of pinned prompts.",
+    "pins": "Pinned prompts.",
+    "retired_slots": "Host slots retired because their bytes changed in memory.",
+    "pool_engines": "Engines that share the host memory.",
+    "own_slots": "Host slots that this engine stores into.",
+    "is_disabled": "1 if the connector switched itself off.",
+    "stores_in_flight": "Stores unfinished on some rank.",
+    "loads_in_flight": "Loads unfinished on some rank.",
+    "compute_tokens_per_second": "Measured compute rate of the largest steps.",
+    "load_tokens_per_second": "Measured rate of the largest loads.",
+    "load_latency_seconds": "Measured time of the smallest loads.",
+    "estimated_hits_half": "Estimated block hit rate with half the host slots.",
+    "estimated_hits_present": "Estimated block hit rate with the present host slots.",
+    "estimated_hits_double": "Estimated block hit rate with twice the host slots.",
+    "estimated_hits_quadruple": "Estimated block hit rate with four times the host slots.",
+    "estimated_hits_everything": "Estimated block hit rate without evictions.",
+    "fetches_in_flight": "Fetches from tiers unfinished on some rank.",
+    "spills_in_flight": "Spills to tiers unfinished on some rank.",
+    "fetch_bytes_per_second": "Measured bandwidth of the largest fetches.",
+    "fetch_latency_seconds": "Measured time of the smallest fetches.",
+    TIERS_NOT_READY: "1 until the model's files are read and tiers are used.",
 }
 
 INFO = (
@@ -223,6 +224,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         config = OffloadConfig.from_extra_config(extra, world_size=1)
         tiers = TIER_SERIES[: len(config.tiers)]
         counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
+        counters += [Series(old, f"Old name of {name}.") for name, old in RENAMED.items()]
         self._counters = self._make_series(self._counter_cls, counters, "_total")
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
         own += [series for tier in tiers for series in tier.seconds.values()]
@@ -249,7 +251,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 for name, doc in docs.items():
                     made = self._make(cls, f"tenant_{name}{suffix}", doc, ["tenant"], **more)
                     self._of_tenants[f"tenant_{name}"] = made
-        doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
+        doc = "The set-up as labels: 1, or 0 for outdated labels."
         self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
         self._vllms: dict[str, Any] | None = None
 
@@ -292,6 +294,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, number in counts.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(number)
+                if old := RENAMED.get(name):
+                    self._counters[old][engine_idx].inc(number)
             elif metric := self._of_tenant(name, engine_idx):
                 metric.inc(number)
         for name, value in gauges.items():

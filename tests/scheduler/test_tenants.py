@@ -131,7 +131,7 @@ def test_whom_no_slot_can_become_free_for_is_not_kept_waiting_for_tiers(tmp_path
     rig.add("a", rig.prompt(33, 1), **asks)
     rig.drain()
     assert rig.clock.now_s - began_s < WAIT_S / 2, times
-    assert rig.counts["roomless_blocks"] == 8
+    assert rig.counts["fetch_blocks_no_slot"] == 8
     rig.planner.file.look(b"{}")
     rig.forget_gpu_cache()
     rig.add("b", rig.prompt(33, 1), **asks)

@@ -70,10 +70,10 @@ class Promotions:
             end_max = hit.blocks[room].first_token
             hit = self._tiered_hits.find(hashes, num_computed_tokens, end_max, present)
         if hit is not None and num_computed_tokens + hit.num_tokens > first_token:
-            self._counters[Count.ROOMLESS_BLOCKS] += num_wanted - len(hit.blocks)
+            self._counters[Count.FETCH_BLOCKS_NO_SLOT] += num_wanted - len(hit.blocks)
             self._fetch(lookup, hit, first_token, present, generation)
         elif room or not self._fetches.has_share:
-            self._counters[Count.ROOMLESS_BLOCKS] += num_wanted
+            self._counters[Count.FETCH_BLOCKS_NO_SLOT] += num_wanted
             self._lookups.finish(lookup)
         else:
             self._lookups.finds_no_room(lookup)

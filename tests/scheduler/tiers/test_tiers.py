@@ -500,7 +500,7 @@ def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers):
     """I11; `check_invariants` compares after every step."""
     rig = make_warm(make_tiers, num_slots=24)
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
-    assert rig.counts["roomless_blocks"] == NUM_BLOCKS - 6
+    assert rig.counts["fetch_blocks_no_slot"] == NUM_BLOCKS - 6
     rig.check_idle()
 
 
