@@ -130,7 +130,7 @@ def count(minimum: int, maximum: int, *, example: int, word: str = "") -> Kind:
         allowed, more = f'"{word}", or {allowed}', f', or the word "{word}"'
 
     def read(key: str, value: object) -> int | None:
-        if isinstance(value, str) and value == word:
+        if word and isinstance(value, str) and value == word:
             return None
         fix = f'write the number without quotes, such as "{key}": {example}{more}'
         if isinstance(value, str):

@@ -200,7 +200,7 @@ def test_a_slip_is_answered_with_what_was_meant(key, written, expected):
 REFUSED = {
     **{
         key: (
-            (0, -1, maximum + 1, 1.5, "4", "4GiB", True, None, NAN, [4]),
+            (0, -1, maximum + 1, 1.5, "", "4", "4GiB", True, None, NAN, [4]),
             (f'"{key}"', f"Allowed: a whole number of 1 to {maximum}", "Fix: "),
         )
         for key, maximum in COUNTS.items()
