@@ -206,6 +206,11 @@ def test_what_is_computed_in_the_same_step_from_a_block_of_before_a_reset_is_not
     rig.check_idle()
 
 
+def found_on_host(rig: Rig) -> dict[Any, Any]:
+    kept: dict[Any, Any] = rig.planner.hits.directory.kept()
+    return kept
+
+
 def load_weights(rig: Rig, checkers: Checkers) -> None:
     """Tell only the model, as a trainer does that runs in the process of the engine."""
     rig.connector.model_loads.count += 1
@@ -230,7 +235,11 @@ def test_weights_that_only_the_model_is_told_of_are_noticed_while_a_request_runs
         rig.before_update.pop()
     else:
         load_weights(rig, checkers)
+        kept_when_planned = []
+        rig.before_update.append(lambda _: kept_when_planned.append(found_on_host(rig)))
         rig.step()
+        rig.before_update.pop()
+        assert kept_when_planned[-1] == {}, "vLLM schedules nothing more by its old prefix cache"
         assert rig.counts["hit_tokens"] == 0
     assert rig.counts["resets"] == 1
     assert rig.planner.hits.directory.kept() == {}

@@ -465,6 +465,40 @@ def test_new_weights_in_a_running_engine_have_a_generation_whatever_the_model_ve
     assert len(told) == 1, "what was held is told"
 
 
+@pytest.mark.parametrize("shape", [{}, {"is_async": True}, {"tiers": VERSIONED}], ids=str)
+@pytest.mark.parametrize("is_late", [False, True], ids=["between steps", "in a step"])
+def test_what_runs_while_a_trainer_loads_weights_reaches_no_engine_of_the_old_ones(
+    make_tiers, shape, is_late
+):
+    """Only the model is told of them; what the request had computed before is in the tier."""
+    rig = make_tiers(**shape)
+    text = prompt(rig, 1)
+    request = rig.add("runs on", text, max_tokens=61)
+    rig.step_until(lambda: bool(rig.tier.objects))
+
+    def load(_: Any = None) -> None:
+        rig.connector.model_loads.count += 1
+
+    if is_late:
+        rig.before_update.append(load)
+    else:
+        load()
+    rig.step()
+    rig.before_update.clear()
+    num_before = request.num_computed_tokens
+    rig.drain()
+    assert num_before < request.num_computed_tokens - BLOCK_TOKENS
+    of_new = rig.prompt(PREFIX_TOKENS, 8)
+    num_objects = len(rig.tier.objects)
+    rig.run_alone("by the new ones", of_new)
+    assert len(rig.tier.objects) > num_objects
+    rig.check_idle()
+    second = make_tiers(tier=rig.tier, **shape)
+    num_hit = second.run_alone("b", [*text, *rig.answers["runs on"], *rig.prompt(3, 7)])
+    assert PREFIX_TOKENS <= num_hit <= num_before
+    assert second.run_alone("c", of_new) == 0
+
+
 # ---- preemption --------------------------------------------------------------------------------
 
 
