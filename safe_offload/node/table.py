@@ -169,7 +169,8 @@ class Table:
     def _mend_row(self) -> bool:
         """Write what others know this engine by again if it was damaged; False if another has it.
 
-        The nap of this engine is held.
+        The nap of this engine is held. Another that had its place while it napped has left lots and
+        marks, so all that the place has is freed.
         """
         row = self._engines[self.engine]
         if row[_REGISTERED] == 1 and bool((row[_TOKENS:] == self._tokens).all()):
@@ -178,6 +179,8 @@ class Table:
         others = set(self._tokens_of(self.engine)).difference(_listed(self._tokens))
         if any(map(self.locks.is_taken, others)):
             return False
+        if not self.is_awake:
+            self._bury(self.engine)
         row[_TOKENS:] = self._tokens
         row[_REGISTERED] = 1
         return True

@@ -139,3 +139,29 @@ def test_who_cannot_wake_wakes_when_the_stopped_one_goes_on_or_dies(folder, how)
         assert victim.find(A, B) == slots
     victim.check()
     victim.close()
+
+
+def serve_and_stop() -> None:
+    engine = Engine(SLOTS)
+    engine.store(A)
+    lease = engine.begin(B)
+    stop()
+    engine.end(lease)
+    engine.check()
+
+
+def test_who_is_stopped_is_not_dead_and_keeps_its_place_and_slots(folder):
+    with stopped(serve_and_stop) as process:
+        other = Engine(SLOTS)
+        assert other.table.bury(0.0) == other.table.bury(1e9) == 0
+        third = Engine(SLOTS)
+        assert len({0, other.table.engine, third.table.engine}) == 3
+        assert len(other.find(A)) == 1
+        granted = {*other.slots.grant(SLOTS), *third.slots.grant(SLOTS)}
+        os.kill(process.pid, signal.SIGCONT)
+        process.join()
+        assert process.exitcode == 0
+        assert not granted.intersection(other.find(A, B))
+        assert len(other.find(A, B)) == 2
+    for engine in (other, third):
+        engine.close()

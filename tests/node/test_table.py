@@ -197,6 +197,26 @@ def test_an_engine_whose_place_another_has_by_now_leaves_the_pool(start):
     third.check()
 
 
+def test_who_gets_its_place_back_from_a_dead_engine_has_nothing_of_what_that_had(start):
+    one, other = start(), start()
+    one.store(A)
+    foreign = other.store(B)
+    one.slots.nap()
+    one.table._engines[one.table.engine] = 0
+    third = start()
+    assert third.table.engine == one.table.engine
+    third.store(C)
+    assert third.hit(B).slots == foreign
+    third.close()
+    assert one.slots.wake()
+    one.check()
+    assert one.find(A), "free lots keep what they hold"
+    assert one.find(C), "this one, too"
+    assert other.table.guests_at(np.array(foreign)).tolist() == []
+    assert one.store(hash_of(9, 9))
+    one.check()
+
+
 def test_a_lot_that_the_table_gives_away_is_taken_back(start):
     one = start()
     slots = one.store(A)
