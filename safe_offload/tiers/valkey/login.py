@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import ssl
+import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from safe_offload.config.printing import printable, secret_file
@@ -155,19 +157,29 @@ def read_password(config: TierConfig) -> str:
     """Return what to log in with, from the file if there is one; empty for nothing.
 
     Raises:
-        LoginError: the file cannot be read.
+        LoginError: the file cannot be read, or something else has taken its place.
     """
     path = config.password_file
     if path is None:
         return config.location.password
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            return file.read(_PASSWORD_BYTES_MAX).rstrip("\r\n")
+        with open(path, "rb", opener=_open_now) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            found = file.read(_PASSWORD_BYTES_MAX + 1)
+        if len(found) > _PASSWORD_BYTES_MAX:
+            raise OSError(errno.EFBIG, f"it is longer than {_PASSWORD_BYTES_MAX} bytes")
+        return found.decode().rstrip("\r\n")
     except (OSError, ValueError) as error:
         raise LoginError(
             f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}',
             "Let the user that runs vLLM read it",
         ) from None
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Open without a wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def tls_context(config: TierConfig) -> ssl.SSLContext | None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +88,43 @@ async def test_a_password_file_is_read_for_each_connection(server, make, tmp_pat
             client.execute_command("CLIENT", "KILL", "USER", "kv")
         file.write_text(f"{password}\n")
         assert await tier.probe([name_of(1)]) == [False]
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+    other_end = os.open(path, os.O_RDWR)  # which outlives the test: who reads waits for nobody
+    os.write(other_end, b"x" * 8192)
+
+
+@pytest.mark.parametrize(
+    ("put", "problem"),
+    [
+        (a_pipe, "it is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.write_bytes(b"x" * 4097), "it is longer than 4096 bytes"),
+    ],
+    ids=["pipe", "device", "directory", "long"],
+)
+async def test_what_has_taken_the_place_of_a_password_file_is_named(
+    server, make, tmp_path, caplog, put, problem
+):
+    """Nobody waits for the other end of a pipe, which would take a thread for each connection."""
+    file = tmp_path / "password"
+    file.write_text("right\n")
+    set_user(server, "kv reset on >right +@all ~*")
+    tier = make(f"redis://kv@{server.host_port}", password_file=str(file))
+    assert await tier.probe([name_of(1)]) == [False]
+    file.unlink()
+    put(file)
+    with server.client() as client:
+        client.execute_command("CLIENT", "KILL", "USER", "kv")
+    reason = f'the "password_file" {file} cannot be read: {problem}'
+    assert reason in await reason_of(tier)
+    assert reason in caplog.text
+    file.rmdir() if file.is_dir() else file.unlink()
+    file.write_text("right\n")
+    assert await tier.probe([name_of(1)]) == [False]
 
 
 async def test_a_user_who_may_only_read_reads(server, make):
