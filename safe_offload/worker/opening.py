@@ -134,28 +134,27 @@ class Opening:
             specs.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
         )
         share, layout, host, pool = self._take_host_memory(geometry, device)
-        is_bound = device.type == "cpu" and self.is_child
-        with on_other_cores() if is_bound else contextlib.nullcontext():
-            backend, rows = self.open_backend(storage, device, layout, host, self.config)
-            has_table = share.count > 1 or pool is not None
-            transfers, tiers = self._start(backend, host, layout, share, has_table=has_table)
-        if self.config.self_test:
-            # Other ranks of the share test in this memory too, each in slots of its own.
-            slots = share.part(layout.slots_per_slab) if share.count > 1 else None
-            test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
-            with backend.undisturbed(), contextlib.ExitStack() as stack:
-                if pool is not None:
-                    try:
-                        free = stack.enter_context(pool.tests(share.index))
-                    except StalledError:
-                        transfers.close()
-                        pool.close()
-                        raise
-                    slots = share.part(len(free))
-                is_right = test.run(slots=slots)
-            if not is_right:
-                transfers.close()
-                return None
+        with contextlib.ExitStack() as made:  # given back unless all goes well
+            if pool is not None:
+                made.callback(pool.close)
+            is_bound = device.type == "cpu" and self.is_child
+            with on_other_cores() if is_bound else contextlib.nullcontext():
+                backend, rows = self.open_backend(storage, device, layout, host, self.config)
+                has_table = share.count > 1 or pool is not None
+                transfers, tiers = self._start(backend, host, layout, share, has_table=has_table)
+            made.pop_all()
+            made.callback(_close, transfers, pool)
+            if self.config.self_test:
+                # Other ranks of the share test in this memory too, each in slots of its own.
+                slots = share.part(layout.slots_per_slab) if share.count > 1 else None
+                test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
+                with backend.undisturbed(), contextlib.ExitStack() as testing:
+                    if pool is not None:
+                        free = testing.enter_context(pool.tests(share.index))
+                        slots = share.part(len(free))
+                    if not test.run(slots=slots):
+                        return None
+            made.pop_all()
         logger.info(
             "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes in %s, %d of them "
             "ready. Copies by %s.",
@@ -300,6 +299,12 @@ class Opening:
             num_ranks_on_host=max(self.num_ranks_on_host, share.count),
             available_bytes=available_host_bytes(),
         )
+
+
+def _close(transfers: Transfers, pool: PoolMemory | None) -> None:
+    """Give back what was made, but no memory that a copy may still touch."""
+    if transfers.close() and pool is not None:
+        pool.close()
 
 
 def storage_of(

@@ -723,7 +723,7 @@ def shared(tmp_path):
     def open_rank(**extra):
         worker = Worker(extra={"share": "node", **extra}, rank=0)
         opening = dataclasses.replace(
-            worker.opening, open_backend=open_backend, make_loop=LoopThread, hash_bytes=32
+            worker.opening, open_backend=opening_module.open_backend, make_loop=LoopThread, hash_bytes=32
         )
         return opening.open(worker.caches)
 
@@ -760,6 +760,29 @@ def test_an_engine_whose_neighbour_stopped_while_it_made_the_pool_has_memory_of_
     assert opened.pool is None
     assert "not shared with other engines" in logged[0].getMessage()
     assert opened.transfers.close()
+
+
+@pytest.mark.parametrize("part", ["open_backend", "SelfTest", "a wrong copy"])
+def test_a_start_that_fails_leaves_no_place_in_the_pool_nor_a_loop(shared, monkeypatch, part):
+    def fail(*_):
+        raise ConfigError("no")
+
+    first = shared()
+    num_threads = threading.active_count()
+    with monkeypatch.context() as patch:
+        if part == "a wrong copy":
+            patch.setattr(SelfTest, "run", lambda *_, **__: False)
+            assert shared() is None
+        else:
+            patch.setattr(opening_module, part, fail)
+            with pytest.raises(ConfigError, match="no"):
+                shared()
+    assert threading.active_count() == num_threads
+    locks = Locks(f"{first.pool.facts.place[0]}/{TABLE}")
+    assert first.transfers.close()
+    first.pool.close()
+    assert not locks.is_used()
+    locks.close()
 
 
 def test_engines_that_note_checksums_share_no_slots_with_those_that_note_none(shared):
