@@ -10,7 +10,6 @@ A label is the operator's word for a tenant, and all that is shown of it: a salt
 import hashlib
 import json
 import logging
-import os
 import re
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from safe_offload.config.files import read_file
 from safe_offload.errors import ConfigError
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -214,10 +214,7 @@ class TenantsFile:
 
     def _read(self) -> bytes | None:
         try:
-            # Without a wait for the other end of a pipe, which has no text then.
-            file_fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(file_fd, "rb") as file:
-                return file.read(MAX_FILE_BYTES)
+            return read_file(str(self._path), MAX_FILE_BYTES)[0]
         except OSError:
             return None
 

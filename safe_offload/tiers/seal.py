@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hmac
 import logging
-import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any, Final, Protocol, TypeVar
 import xxhash
 from blake3 import blake3
 
+from safe_offload.config.files import read_file
 from safe_offload.config.printing import secret_file
 from safe_offload.errors import ConfigError
 from safe_offload.tiers import naming
@@ -195,7 +195,7 @@ def open_seal(path: str | None) -> Seal:
 
 def _read_key(path: str) -> bytes:
     try:
-        content, mode = _read(path)
+        content, mode = read_file(path, _KEY_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(
             f'the key in "hmac_key_file", {secret_file(path)}, cannot be read: {error.strerror}. '
@@ -225,15 +225,6 @@ def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
     if len(set(key)) < _DISTINCT_MIN:
         return f"is not random: it has {len(set(key))} different bytes"
     return ""
-
-
-def _read(path: str) -> tuple[bytes, int]:
-    """Return the content of a file, up to a byte more than a key may have, and its mode."""
-    file_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.read(file_fd, _KEY_FILE_BYTES_MAX + 1), os.fstat(file_fd).st_mode
-    finally:
-        os.close(file_fd)
 
 
 @functools.cache

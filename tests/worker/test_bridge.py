@@ -723,7 +723,10 @@ def shared(tmp_path):
     def open_rank(**extra):
         worker = Worker(extra={"share": "node", **extra}, rank=0)
         opening = dataclasses.replace(
-            worker.opening, open_backend=opening_module.open_backend, make_loop=LoopThread, hash_bytes=32
+            worker.opening,
+            open_backend=opening_module.open_backend,
+            make_loop=LoopThread,
+            hash_bytes=32,
         )
         return opening.open(worker.caches)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import ssl
-import stat
 from dataclasses import dataclass
 from typing import Final
 
+from safe_offload.config.files import read_file
 from safe_offload.config.printing import printable, secret_file
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
@@ -163,10 +162,7 @@ def read_password(config: TierConfig) -> str:
     if path is None:
         return config.location.password
     try:
-        with open(path, "rb", opener=_open_now) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
-            found = file.read(_PASSWORD_BYTES_MAX + 1)
+        found, _ = read_file(path, _PASSWORD_BYTES_MAX + 1)
         if len(found) > _PASSWORD_BYTES_MAX:
             raise OSError(errno.EFBIG, f"it is longer than {_PASSWORD_BYTES_MAX} bytes")
         return found.decode().rstrip("\r\n")
@@ -175,11 +171,6 @@ def read_password(config: TierConfig) -> str:
             f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}',
             "Let the user that runs vLLM read it",
         ) from None
-
-
-def _open_now(path: str, flags: int) -> int:
-    """Open without a wait for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def tls_context(config: TierConfig) -> ssl.SSLContext | None:

@@ -101,7 +101,7 @@ def a_pipe(path: Path) -> None:
     [
         (a_pipe, "it is not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
-        (Path.mkdir, "Is a directory"),
+        (Path.mkdir, "it is not a regular file"),
         (lambda path: path.write_bytes(b"x" * 4097), "it is longer than 4096 bytes"),
     ],
     ids=["pipe", "device", "directory", "long"],
