@@ -255,6 +255,23 @@ def test_blocks_that_found_no_slot_and_lose_their_hashes_are_not_stored_later(ma
     rig.check_idle()
 
 
+@pytest.mark.parametrize("extra", [{}, {"max_inflight_bytes": 4096}], ids=["no slot", "no room"])
+def test_blocks_that_found_no_room_are_stored_while_their_request_runs(make_rig, extra):
+    rig = make_rig(num_blocks=60, num_slots=100, extra=extra)
+    rig.start()
+    everything = None if extra else rig.planner.leases.grant(LeaseKind.STORE, 100)
+    prompt = rig.prompt(41, 1)
+    request = rig.add("a", prompt, max_tokens=100)
+    rig.step_until(lambda: bool(rig.planner.stores.left_over))
+    if everything is not None:
+        everything.release()
+    rig.step_until(lambda: not rig.planner.stores.left_over and not len(rig.planner.stores))
+    assert not request.is_finished()
+    found = rig.planner.hits.directory.find_run(0, request.block_hashes)
+    assert len(found) >= 10, "the whole prompt"
+    rig.finish(a=100)
+
+
 def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig):
     rig = make_rig(num_blocks=40, num_slots=100)
     rig.start()
