@@ -102,6 +102,7 @@ PROBES_VLLM = {
     },
     "scheduler/hints.py": {"kv_hints"},
     "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
+    "scheduler/stores/snapshots.py": {"num_publishable_block_hashes"},
 }
 """Attributes that these files, beside compat/, take only from a vLLM that has them."""
 

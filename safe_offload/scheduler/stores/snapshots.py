@@ -128,6 +128,10 @@ class Camera:
         """Return what a preempted request may store from a block on (see `Snapshot.unsaved`)."""
         block_size = self._geometry.group_block_sizes[snapshot.group_idx]
         end = snapshot.num_computed(state.request, block_size)
+        # Coming in vLLM: drafts may have left out the last blocks, which have a hash all the same.
+        publishable = getattr(state.request, "num_publishable_block_hashes", None)
+        if publishable is not None:
+            end = min(end, publishable * self._geometry.hash_block_size // block_size)
         if state.limits.store_tokens is not None:
             end = min(end, state.limits.store_tokens // block_size)
         hashes = self._geometry.hashes_of(state.request, snapshot.group_idx)

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from safe_offload.compat.block_ids import allocated_block_ids
-from safe_offload.scheduler.stores.snapshots import Snapshot
+from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
 from tests.counts import num_failed
 from tests.scheduler.rig import Rig
 from tests.simulator.device import CopyFault
@@ -161,6 +161,25 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
         rig.check_tokens(f"r{n}", 50)
     assert max(hit_ends) > BLOCK_TOKENS, "hits that end in an answer"
     rig.check_idle()
+
+
+@pytest.mark.parametrize(("publishable", "num_kept"), [(None, 3), (2, 2), (0, 0)])
+def test_blocks_that_vllm_does_not_publish_are_not_rescued(publishable, num_kept):
+    """`Request.num_publishable_block_hashes`, which is coming: of three that are computed."""
+    geometry: Any = SimpleNamespace(
+        group_ids=[0],
+        hash_block_size=4,
+        group_block_sizes=[4],
+        hashes_of=lambda request, _: [PREFIX] * 3,
+    )
+    gpu: Any = SimpleNamespace(is_window=lambda _: False, is_positional=lambda _: True)
+    request = request_of(6, 14)
+    if publishable is not None:
+        request.num_publishable_block_hashes = publishable
+    state: Any = SimpleNamespace(request=request, limits=SimpleNamespace(store_tokens=None))
+    snapshot = Snapshot(0, [KVCacheBlock(n) for n in range(3)], None, 6)
+    lost, _ = Camera(geometry, gpu).unsaved(state, snapshot, 0, {0, 1, 2})
+    assert len(lost.blocks) == num_kept
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig):
