@@ -18,7 +18,7 @@ from typing import Any
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.breaker import Breaker, BreakerState
-from safe_offload.tiers.naming import NAMESPACE_BYTES
+from safe_offload.tiers.naming import NAMESPACE_BYTES, NAMESPACES_MAX
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -117,6 +117,8 @@ class GuardedTier:
     def namespace(self, generation: str) -> bytes:
         """Return the namespace for the generation of a message."""
         if generation not in self._namespaces:
+            if len(self._namespaces) >= NAMESPACES_MAX:
+                self._namespaces.clear()
             self._namespaces[generation] = self._namespace_of(generation)
         return self._namespaces[generation]
 

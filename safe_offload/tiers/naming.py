@@ -26,6 +26,8 @@ FORMAT_VERSION: Final = 1
 SEALED_VERSION: Final = 2
 HEADER_BYTES: Final = 4096
 NAMESPACE_BYTES: Final = 16
+NAMESPACES_MAX: Final = 100
+"""That are remembered; each reset may begin another."""
 HASH_BYTES_MAX: Final = 64
 DESCRIPTION_FILE: Final = "namespace.json"
 

@@ -215,6 +215,8 @@ class ObjectTier:
 
     async def _describe(self, namespace: bytes) -> None:
         """Write down what a namespace is, beside its objects."""
+        if len(self._described) >= naming.NAMESPACES_MAX:
+            self._described.clear()
         self._described.add(namespace)
         path = f"{naming.namespace_folder(namespace)}/{naming.DESCRIPTION_FILE}"
         data = naming.description(namespace, self._facts)

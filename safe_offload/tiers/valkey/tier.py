@@ -326,6 +326,8 @@ class ValkeyTier:
             ],
         )
         again_s = int(self._ttl[1]) / 2000 if self._ttl else float("inf")
+        if len(self._describe_at_s) >= naming.NAMESPACES_MAX:
+            self._describe_at_s.clear()
         for each, answer in zip(due, answers, strict=True):
             if isinstance(answer, bytes):
                 self._describe_at_s[each] = now_s + again_s

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import DESCRIPTION_FILE, description, namespace_folder, path_of
@@ -140,6 +141,19 @@ async def test_a_namespace_is_described_once(config):
         store.head(path)
 
 
+async def test_of_more_namespaces_than_are_remembered_the_first_is_described_again(
+    config, monkeypatch
+):
+    monkeypatch.setattr(naming, "NAMESPACES_MAX", 1)
+    tier, store = ObjectTier(config, FACTS), open_store(config)
+    path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
+    await spill_one(tier, name_of(1), filled((4096,)))
+    store.delete(path)
+    await spill_one(tier, replace(name_of(1), namespace=bytes(16)), filled((4096,)))
+    await spill_one(tier, name_of(2), filled((4096,)))
+    assert bytes(store.get(path).bytes()) == description(SPACE, FACTS)
+
+
 async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(server, config):
     patient = ObjectTier(replace(config, timeout_s=60.0), FACTS)
     config = replace(config, timeout_s=0.3)
@@ -191,3 +205,14 @@ async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(server
     with pytest.raises(OSError, match="the request failed"):
         await tier.probe([name_of(99)])
     await tier.close()
+
+
+async def test_of_many_generations_the_namespaces_of_the_last_are_remembered(config):
+    made = []
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda g: made.append(g) or SPACE, slot_bytes=4096
+    )
+    generations = [str(number) for number in range(naming.NAMESPACES_MAX)]
+    for generation in (*generations, *generations, "next", "next", "0"):
+        guarded.namespace(generation)
+    assert made == [*generations, "next", "0"]
