@@ -595,13 +595,22 @@ def _keeps_containers(node: ast.ClassDef) -> bool:
     return False
 
 
+def _has_fields_of_containers(node: ast.ClassDef) -> bool:
+    """Whether it is a dataclass with a field that is a container, or has some in it."""
+    fields = [each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]
+    named = (each for field in fields for each in ast.walk(field) if isinstance(each, ast.Name))
+    is_dataclass = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    return is_dataclass and any(each.id in CONTAINERS for each in named)
+
+
 @pytest.mark.parametrize("room", ["scheduler", "node", "observe"])
 def test_a_class_of_the_scheduler_side_says_how_much_it_keeps(room):
     classes = [
         node
         for path in sorted((ROOT / room).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and _keeps_containers(node)
+        if isinstance(node, ast.ClassDef)
+        and (_keeps_containers(node) or _has_fields_of_containers(node))
     ]
     assert classes
     silent = [node.name for node in classes if "Bound: " not in (ast.get_docstring(node) or "")]

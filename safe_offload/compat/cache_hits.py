@@ -86,16 +86,22 @@ def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
 
 
 def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
-    """Return whether a hit is simply as many leading blocks as there are.
+    """Return whether a hit is simply as many leading blocks as there are."""
+    return not coordinator.eagle_group_ids and ends_anywhere(coordinator, hash_block_size)
+
+
+def ends_anywhere(coordinator: Any, hash_block_size: int) -> bool:
+    """Return whether that is so, but that with EAGLE drafts the last of them is dropped.
 
     Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, with none of its exceptions.
     """
-    groups = coordinator.kv_cache_config.kv_cache_groups
+    groups, managers = coordinator.kv_cache_config.kv_cache_groups, coordinator.single_type_managers
     return (
         len(groups) == 1
-        and full_attention_group(coordinator, hash_block_size) == 0
+        and type(managers[0]) is FullAttentionManager
+        and managers[0].block_size == hash_block_size
         and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-        and getattr(coordinator.single_type_managers[0], "dcp_world_size", 1) == 1
+        and getattr(managers[0], "dcp_world_size", 1) == 1
     )
 
 

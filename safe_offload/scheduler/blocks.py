@@ -92,6 +92,8 @@ class QueuePlace:
 class BlockSet:
     """GPU blocks of one KV cache group that a store reads, as they were when they were found.
 
+    Bound: an entry for each block of the GPU, and the groups that it is hashed for.
+
     Attributes:
         hashes: of each, without its group: what its bytes are found under.
         more_keys: by its hash, what else a block is known under; most have one hash.
@@ -222,6 +224,8 @@ class GpuBlocks:
         Source: vLLM 0.31 to 0.33, BlockPool.evict_blocks.
         """
         if block_ids is None:
+            if not len(self._pool.cached_block_hash_to_block):
+                return
             blocks = self._pool.blocks
             block_ids = {b.block_id for b in blocks if block_hash_of(b) is not None}
             block_ids.update(getattr(self._pool, "cached_block_hashes_by_block", ()))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Pending:
     """A transfer that some rank has not reported; its state changes by its methods only.
 
+    Bound: an entry for each rank.
+
     Attributes:
         ranks_left: ranks that have not reported it.
         failure: the first reason that a rank reported, or that its bytes cannot be trusted.
@@ -142,6 +144,8 @@ class Load(Pending):
 class Part:
     """What a store keeps of one KV cache group.
 
+    Bound: an owner for each of its blocks.
+
     Attributes:
         lease: the slots that it writes, one for each of them.
         owners: the requests whose prefixes they extend, with how many of the blocks, in the order
@@ -152,10 +156,16 @@ class Part:
     lease: Lease
     owners: list[tuple[RequestState, int]]
 
+    def reads(self, block_ids: Collection[int]) -> bool:
+        """Whether it keeps one of these blocks."""
+        return any(block.block_id in block_ids for block in self.blocks.blocks)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Store(Pending):
     """A store; it is never published once it has failed.
+
+    Bound: a part for each KV cache group of the requests that vLLM has.
 
     Attributes:
         parts: what it keeps, of all requests of its step.
@@ -176,7 +186,7 @@ class Store(Pending):
 
     def reads(self, block_ids: Collection[int]) -> bool:
         """Whether it reads one of these blocks."""
-        return any(block.block_id in block_ids for p in self.parts for block in p.blocks.blocks)
+        return any(part.reads(block_ids) for part in self.parts)
 
     def keep_back(self) -> None:
         """It is not published, whatever the ranks report, and is no failure."""
@@ -191,6 +201,8 @@ class Store(Pending):
 @dataclass(slots=True, eq=False, kw_only=True)
 class TierPending(Pending):
     """A fetch or a spill.
+
+    Bound: an entry for each of its slots.
 
     Attributes:
         missing: places in its keys that some rank could not fetch, or not spill.
@@ -237,6 +249,8 @@ class Course:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fetch(TierPending):
     """A part of a course.
+
+    Bound: the requests that vLLM has.
 
     Attributes:
         epoch: of the directory when it was planned; what comes after a reset is not published.

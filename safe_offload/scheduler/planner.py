@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -287,15 +287,16 @@ class Planner(SchedulerSide):
 
     def hit_tokens_by_tier(self, request: Request, num_tokens: int) -> Mapping[int, int]:
         """Return how many tokens of the load that just began each tier has brought; 0: none."""
-        for load in reversed(self.loads.ledger.new):
-            if load.owner.request is request and isinstance(self.tiers, Tiers):
-                first_token = load.first_hash * self.hits.geometry.hash_block_size
-                return self.tiers.lookups.hit_tokens(load.owner, first_token, num_tokens)
-        return {}
+        load = self.loads.ledger.new[-1] if self.loads.ledger.new else None
+        if load is None or load.owner.request is not request or not isinstance(self.tiers, Tiers):
+            return {}
+        first_token = load.first_hash * self.hits.geometry.hash_block_size
+        return self.tiers.lookups.hit_tokens(load.owner, first_token, num_tokens)
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
+        self.events.learn(state.request)
         self.policy.preempt(state)
         self.stores.release_prefix(state)
 
@@ -313,15 +314,15 @@ class Planner(SchedulerSide):
         state = self.book.find(request) or self.on_new_request(request)
         try:
             if state in self.outdated.tables:
-                self._keep_out()  # vLLM may have hashed a block just now
+                self._keep_out([state])  # vLLM may have hashed a block just now
             elif not self._is_disabled:
                 self.policy.finish(state)
         finally:  # vLLM does not ask again
             self._end(state)
 
-    def _keep_out(self) -> None:
-        """Keep what outdated requests have computed out of every cache."""
-        for state in self.outdated.keep_out(self.book):
+    def _keep_out(self, states: Sequence[RequestState] = ()) -> None:
+        """Keep what outdated requests have computed, all or these, out of every cache."""
+        for state in self.outdated.keep_out(self.book, states):
             self.policy.forget_table(state)
         if self.outdated.taken_ids:
             self.stores.lose_hashes(self.outdated.taken_ids)
@@ -471,13 +472,13 @@ class Planner(SchedulerSide):
         for bad in report.bad_slots:  # before the failure that frees them for others
             self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
+        received = output.finished_recving = {*(output.finished_recving or ())}
         for load in complete:
             if isinstance(load, Load):
                 if load.failure is None:
                     self.stores.load_landed(load.owner, load.lease)
                 if self.loads.settle(load):  # nothing may fail from here to the next line
-                    received = output.finished_recving or ()
-                    output.finished_recving = {*received, load.owner.request.request_id}
+                    received.add(load.owner.request.request_id)
         for store in complete:
             if isinstance(store, Store):
                 if not self._is_disabled:

@@ -63,6 +63,8 @@ _EDGES: dict[Phase, frozenset[Phase]] = {
 class RequestState:
     """One request. Its state is `limits` and what follows; only the methods here change it.
 
+    Bound: `HIT_ENDS_MAX` ends.
+
     Attributes:
         num_loads: loads that not all ranks have reported, or whose failure is not announced.
         is_failing: a plan has announced that its load failed, and the workers' echo, which alone

@@ -8,10 +8,11 @@ workers, that is about to make the step in question. What a scene says of its si
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,14 @@ import numpy as np
 from safe_offload.node import pools
 from safe_offload.node.pools import open_rank
 from safe_offload.node.table import Table
-from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind, PoolFacts, StepReport
+from safe_offload.protocol import (
+    HostFacts,
+    MemoryFacts,
+    MemoryKind,
+    PoolFacts,
+    Presence,
+    StepReport,
+)
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.node.engines import hash_of, pools_in, wanted
 from tests.simulator.groups import BLOCK_TOKENS
@@ -57,13 +65,6 @@ def scene(name: str, *, first: int = 500, counted: int = 25) -> Callable[[Make],
         return make
 
     return add
-
-
-class Looks(dict[bytes, int]):
-    """A table of the directory; each look is some instructions, where one of a dict's is none."""
-
-    def get(self, block_hash: bytes, default: Any = None) -> Any:
-        return super().get(block_hash, default)
 
 
 def word(request_id: str, position: int) -> int:
@@ -113,8 +114,6 @@ def on_host_only(engine: PeerEngine, prompts: list[list[int]], copy_steps: int =
     if engine.connector is None:
         return
     take_steps(engine, copy_steps)
-    directory = engine.connector.side.hits.directory
-    directory.tables = tuple(map(Looks, directory.tables))
 
 
 # ---- loads -------------------------------------------------------------------------------------
@@ -146,6 +145,33 @@ def _landing(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
+def echo_failures(engine: PeerEngine) -> None:
+    """From now on the workers report the requests whose loads failed, as real ones do."""
+    step, failed = engine.worker.step, set[str]()
+
+    def step_with(plan: Any) -> Any:
+        failed.clear()
+        failed.update(plan.failures)
+        received, report = step(replace(plan, failures=()))
+        return {*received, *failed}, report
+
+    engine.worker.step = step_with  # type: ignore[method-assign]
+    engine.mutate_output.append(lambda output: output.failed_recving.update(failed))
+
+
+@scene("loads that a reset has failed, whose requests go on", first=100)
+def _failed(count: int, _: Closing) -> PeerEngine:
+    engine = loading(count, PLAIN, copy_steps=1)
+    engine.scheduler.max_num_running_reqs = 1
+    echo_failures(engine)
+    engine.step()
+    engine.connector.reset_cache()
+    for _step in range(3):
+        engine.step()
+    engine.scheduler.max_num_running_reqs = count
+    return engine
+
+
 @scene("loads under way whose requests were aborted", first=100)
 def _aborted(count: int, _: Closing) -> PeerEngine:
     from vllm.v1.request import RequestStatus
@@ -157,14 +183,34 @@ def _aborted(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
+def hash_once(engine: PeerEngine, prompt: list[int], num_blocks: int) -> None:
+    """From now on no request hashes the first blocks again, which are those of this prompt."""
+    shared, hash_blocks = engine.make_request(prompt).block_hashes[:num_blocks], engine._hasher
+
+    def hash_rest(request: Any) -> list[Any]:
+        if request.block_hashes or request.prompt_token_ids[:3] != prompt[:3]:
+            return hash_blocks(request)
+        request.block_hashes.extend(shared)
+        found = hash_blocks(request)
+        request.block_hashes.clear()
+        return [*shared, *found]
+
+    engine._hasher = hash_rest
+
+
 def burst(
-    count: int, groups: tuple[str, ...], num_own: int = 0, connector: str = OURS
+    count: int,
+    groups: tuple[str, ...] = PLAIN,
+    num_own: int = 0,
+    copy_steps: int = HANGS,
+    **shape: Any,
 ) -> PeerEngine:
     """As many requests as the prefix has blocks that they share, and only the host has."""
-    engine = make_engine((4 + num_own) * count + 100, groups, connector=connector)
+    engine = make_engine((4 + num_own) * count + 100, groups, **shape)
     tail = [3] * (num_own * BLOCK_TOKENS)
+    hash_once(engine, prompt_behind(count, 0), count)
     prompts = [[*prompt_behind(count, number), *tail] for number in range(count)]
-    on_host_only(engine, prompts if num_own else prompts[:1])
+    on_host_only(engine, prompts if num_own else prompts[:1], copy_steps)
     send(engine, "r", prompts)
     return engine
 
@@ -182,6 +228,16 @@ def _burst_with_own(count: int, _: Closing) -> PeerEngine:
 @scene("the same with windows, without those", first=100)
 def _burst_of_windows(count: int, _: Closing) -> PeerEngine:
     return burst(count, WINDOWED)
+
+
+@scene("the same, plain, with EAGLE drafts", first=100)
+def _burst_of_drafts(count: int, _: Closing) -> PeerEngine:
+    return burst(count, is_eagle=True)
+
+
+@scene("the same with windows and EAGLE drafts", first=100)
+def _burst_of_windows_and_drafts(count: int, _: Closing) -> PeerEngine:
+    return burst(count, WINDOWED, is_eagle=True)
 
 
 @scene("the step after that: all wait for one load", first=100)
@@ -224,6 +280,83 @@ def _running(count: int, _: Closing) -> PeerEngine:
     engine.step()
     engine.step()
     return engine
+
+
+def running(count: int, **shape: Any) -> PeerEngine:
+    """So many requests that have filled a block of their answer."""
+    limits = {"max_seqs": count, "max_batched_tokens": 64 * count}
+    engine = make_engine(8 * count + 100, **limits, **shape)
+    for number in range(count):
+        engine.send(f"r{number}", own_prompt(number, 1), 20)
+    for _step in range(6):
+        engine.step()
+    return engine
+
+
+class AbortsIn(PeerEngine):
+    """An engine whose next step begins with the end of all requests."""
+
+    def step(self) -> list[str]:
+        from vllm.v1.request import RequestStatus
+
+        names = list(self.scheduler.requests)
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        return super().step()
+
+
+@scene("running requests that all end at once", first=100)
+def _ending(count: int, _: Closing) -> PeerEngine:
+    engine = running(count)
+    engine.__class__ = AbortsIn
+    return engine
+
+
+@scene("the same after a reset", first=100)
+def _ending_after_reset(count: int, _: Closing) -> PeerEngine:
+    engine = running(count)
+    engine.connector.reset_cache()
+    engine.step()
+    engine.__class__ = AbortsIn
+    return engine
+
+
+@scene("the same with KV events", first=100)
+def _ending_with_events(count: int, _: Closing) -> PeerEngine:
+    engine = running(count, has_events=True)
+    engine.__class__ = AbortsIn
+    return engine
+
+
+@scene("requests that wait while one ends, with KV events", first=100)
+def _queue_with_events(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(8 * count + 100, max_seqs=1, has_events=True)
+    engine.send("runs", own_prompt(0, 1), 6)
+    for number in range(1, count):
+        engine.send(f"r{number}", own_prompt(number, 4), 1)
+    for _step in range(5):
+        engine.step()
+    return engine
+
+
+@scene("requests of one prefix of as many blocks of which one runs, with KV events", first=100)
+def _burst_with_events(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(8 * count + 100, max_seqs=1, has_events=True)
+    hash_once(engine, prompt_behind(count, 0), count)
+    send(engine, "r", [prompt_behind(count, number) for number in range(count)])
+    return engine
+
+
+@scene("running requests that are all preempted", first=100)
+def _preempted(count: int, _: Closing) -> PeerEngine:
+    engine = running(count)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    return engine
+
+
+@scene("KV cache groups", first=2, counted=2)
+def _groups(count: int, _: Closing) -> PeerEngine:
+    windows = [f"window:{10 + number}" for number in range(count - 1)]
+    return loading(64, ("full", *windows))
 
 
 @scene("blocks computed in one step", first=2000)
@@ -309,6 +442,19 @@ def _demoted(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
+@scene("requests that load and others that do not, all told of their hits", first=100)
+def _told(count: int, _: Closing) -> PeerEngine:
+    limits = {"max_seqs": 2 * count, "max_batched_tokens": 64 * count}
+    engine = make_engine(8 * count + 100, extra={"pin_share": 0.5}, **limits)
+    prompts = [own_prompt(number, 2) for number in range(count)]
+    on_host_only(engine, prompts)
+    tell = {"tell_hits": True}
+    send(engine, "r", prompts, kv_transfer_params=tell)
+    others = [own_prompt(count + number, 1) for number in range(count)]
+    send(engine, "n", others, kv_transfer_params=tell)
+    return engine
+
+
 # ---- tenants -----------------------------------------------------------------------------------
 
 
@@ -391,6 +537,55 @@ def _lookups(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
+def tier_that_has_all(engine: PeerEngine) -> None:
+    """From now on tiers answer that they have what they are asked for; what they bring is late."""
+    step = engine.worker.step
+
+    def step_with(plan: Any) -> Any:
+        received, report = step(plan)
+        found = (Presence(0, probe.probe_id, b"\1" * len(probe.keys)) for probe in plan.probes)
+        return received, replace(report or StepReport(()), presences=tuple(found))
+
+    engine.worker.step = step_with  # type: ignore[method-assign]
+
+
+def from_tier(count: int, closing: Closing, prompts: list[list[int]]) -> PeerEngine:
+    engine = with_tier(8 * count + 100, closing, num_slots=32 * count, wait_s=600)
+    hash_once(engine, prompts[0], len(prompts[0]) // BLOCK_TOKENS)
+    tier_that_has_all(engine)
+    send(engine, "r", prompts)
+    engine.step()
+    return engine
+
+
+@scene("waiting requests of which a tier has told what it has", first=100)
+def _from_tier(count: int, closing: Closing) -> PeerEngine:
+    return from_tier(count, closing, [own_prompt(number, 2) for number in range(count)])
+
+
+@scene("the same behind one prefix of as many blocks, in a tier", first=200, counted=50)
+def _burst_from_tier(count: int, closing: Closing) -> PeerEngine:
+    prompts = [prompt_behind(count, number) for number in range(count)]
+    return from_tier(count, closing, prompts)
+
+
+@scene("the step after that: all wait for what a tier brings", first=100)
+def _waiting_for_tier(count: int, closing: Closing) -> PeerEngine:
+    engine = _burst_from_tier(count, closing)
+    while engine.connector.side.tiers.lookups.wanting:
+        engine.step()
+    return engine
+
+
+@scene("blocks of prompts that each go on with the one before, and a tier answers", counted=50)
+def _nested_from_tier(count: int, closing: Closing) -> PeerEngine:
+    engine = with_tier(8 * count + 100, closing, num_slots=32 * count, wait_s=600)
+    tier_that_has_all(engine)
+    last = math.isqrt(2 * count)
+    send(engine, "r", [prompt_behind(number, 0) for number in range(1, last + 1)])
+    return engine
+
+
 # ---- resets ------------------------------------------------------------------------------------
 
 
@@ -437,12 +632,21 @@ def neighbours(num_slots: int, num_engines: int) -> Iterator[tuple[Table, PoolFa
         yield tables[0], PoolFacts(place, file.token)
 
 
-def in_pool(num_slots: int, num_engines: int, num_requests: int, closing: Closing) -> PeerEngine:
-    """An engine that has joined a pool, where its neighbour publishes all slots just now."""
+def in_pool(
+    num_slots: int,
+    num_engines: int,
+    num_blocks: int,
+    closing: Closing,
+    prompt: Sequence[int] = (),
+) -> PeerEngine:
+    """An engine that has joined a pool, where its neighbour publishes all slots just now.
+
+    `prompt`: what those hold begins with.
+    """
     table, pool = closing.enter_context(neighbours(num_slots, num_engines))
     shape = {"num_slots": num_slots, "extra": {"share": "node", "min_load_tokens": 0}}
-    limits = {"max_model_len": 2000, "max_batched_tokens": 8192, "max_seqs": 256}
-    made = peer_shape(OURS, num_blocks=4 * num_requests + 100, **limits, **shape)
+    limits = {"max_model_len": 4 * num_blocks, "max_batched_tokens": 8192, "max_seqs": 256}
+    made = peer_shape(OURS, num_blocks=num_blocks, **limits, **shape)
     engine = PeerEngine(made, 0, word)
     closing.callback(engine.connector.shutdown)
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, ""), ("x",), pool=pool)
@@ -459,17 +663,43 @@ def in_pool(num_slots: int, num_engines: int, num_requests: int, closing: Closin
     engine.drain()
     assert engine.connector.side.slots.table is not None
     slots = np.flatnonzero(np.repeat(table.owners == 1, table.lot_slots)[:num_slots])
-    hashes = [hash_of(1, place) for place in range(len(slots))]
+    first = engine.make_request(prompt).block_hashes
+    hashes = [*first, *(hash_of(1, place) for place in range(len(slots) - len(first)))]
     table.publish(slots, [0] * len(slots), hashes, [0] * len(slots))
-    send(engine, "r", [own_prompt(number, 2) for number in range(num_requests)])
+    return engine
+
+
+def pool_asked(num_slots: int, num_engines: int, count: int, closing: Closing) -> PeerEngine:
+    engine = in_pool(num_slots, num_engines, 4 * count + 500, closing)
+    send(engine, "r", [own_prompt(number, 2) for number in range(count)])
     return engine
 
 
 @scene("requests beside a large pool that is full of news")
 def _backlog(count: int, closing: Closing) -> PeerEngine:
-    return in_pool(40 * count, 1, count, closing)
+    return pool_asked(40 * count, 1, count, closing)
 
 
 @scene("engines of a pool", first=3, counted=3)
 def _engines(count: int, closing: Closing) -> PeerEngine:
-    return in_pool(4096, count, 32, closing)
+    return pool_asked(4096, count, 32, closing)
+
+
+def burst_in_pool(count: int, closing: Closing) -> PeerEngine:
+    """As `burst`, and a neighbour has stored the prefix."""
+    prompt = prompt_behind(count, 0)
+    engine = in_pool(8 * count, 1, 4 * count + 500, closing, prompt)
+    take_steps(engine, 1)
+    hash_once(engine, prompt, count)
+    send(engine, "r", [prompt_behind(count, number) for number in range(count)])
+    return engine
+
+
+BURSTS: dict[str, tuple[int, Make]] = {
+    "full attention": (1, lambda count, _: burst(count, copy_steps=1)),
+    "with windows": (4, lambda count, _: burst(count, WINDOWED, copy_steps=1)),
+    "with EAGLE drafts": (4, lambda count, _: burst(count, copy_steps=1, is_eagle=True)),
+    "from a tier": (4, _burst_from_tier),
+    "share: node": (4, burst_in_pool),
+}
+"""Bursts of requests that share as many blocks; a divisor of their number."""

@@ -18,7 +18,7 @@ from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.node.slots import NodeSlots
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
-from safe_offload.scheduler.tiers import spills
+from safe_offload.scheduler.tiers import promotions, spills
 from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
 from tests.benchmarks.growth_scenes import SCENES, make_engine, pinned
 
@@ -26,7 +26,8 @@ SCENE_OF = {scene.name: scene for scene in SCENES}
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=[scene.name for scene in SCENES])
-def test_hooks_grow_no_faster_than_what_there_is(scene):
+def test_hooks_grow_no_faster_than_what_there_is(scene, monkeypatch):
+    monkeypatch.setattr(promotions, "LOOKED_AT_MAX", 1 << 11)  # as the scenes are small
     assert counted_exponent(scene) <= EXPONENT_MAX
 
 
@@ -44,6 +45,11 @@ def test_a_pool_is_looked_at_once_in_a_step_however_many_requests_ask(monkeypatc
         for num_steps in (1, 2):
             engine.step()
             assert len(calls) == num_steps
+
+
+def test_a_store_learns_nothing_of_requests_that_wait():
+    scene = SCENE_OF["requests that wait while one ends, with KV events"]
+    assert counted_exponent(scene) <= 0.1
 
 
 def test_of_a_large_host_a_few_slots_are_looked_at_before_they_are_evicted(monkeypatch):

@@ -42,6 +42,7 @@ class EngineShape:
     # the tokens of the smallest block.
     prefix_match_unit: int = 0
     num_draft_tokens: int = 0  # of speculative decoding; 0 for none
+    is_eagle: bool = False  # with EAGLE drafts: of each hit vLLM drops the last block
     is_priority: bool = False  # scheduling by priority
     max_batched_tokens: int = 24  # of a step
     max_chunk_tokens: int = 0  # of a prompt in one step, where others wait or run; 0: no bound
@@ -225,6 +226,7 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
             KVCacheGroupSpec(
                 [f"layer.{index}"],
                 group.spec(half_precision=shape.is_zeroed and index == 1, page_bytes=page),
+                is_eagle_group=shape.is_eagle,
             )
             for index, group in enumerate(shape.parsed_groups)
         ]

@@ -11,7 +11,7 @@ from safe_offload.errors import InvariantError
 from safe_offload.scheduler.cache.events import NO_EVENTS
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.events import KvEvents, NoEvents
+    from safe_offload.scheduler.cache.events import KvEvents, NoEvents, Owner
 
 
 SPLIT_FROM = 1 << 18
@@ -102,12 +102,14 @@ class Directory:
         group_idx: int,
         hashes: Sequence[bytes],
         more_keys: Mapping[bytes, Sequence[Key]],
+        owners: Sequence[Owner] = (),
     ) -> None:
         """Leased slots are being filled: nothing else need store this, and it is not found yet.
 
         Args:
             hashes: of the blocks, none of them in the group's table.
             more_keys: by such a hash, what else the block is known under.
+            owners: see `Part`; whose they are is needed for KV events only.
         """
         self.being_stored.update(slots)
         any(map(self.hashes.__setitem__, slots, hashes))  # None each: all of it runs
@@ -118,7 +120,7 @@ class Directory:
                 self._groups[slot] = group_idx
         if more_keys:
             self._add_keys(group_idx, more_keys)
-        self.events.storing(self._keys_of(slots))
+        self.events.storing(self._keys_of(slots), owners)
 
     def _add_keys(self, group_idx: int, more_keys: Mapping[bytes, Sequence[Key]]) -> None:
         for block_hash, keys in more_keys.items():

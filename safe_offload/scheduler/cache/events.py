@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -33,13 +33,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+
+class _HasRequest(Protocol):
+    request: Request
+
+
+Owner = tuple[_HasRequest, int]
+"""See `Part.owners`."""
 Key = tuple[int, bytes]
 """A KV cache group and a hash: a `directory.Key`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a `BlockStored` says of a block beside its hash; the fields are vLLM's."""
+    """What a `BlockStored` says of a block beside its hash; the fields are vLLM's.
+
+    Bound: the tokens of a block.
+    """
 
     parent_hash: bytes | None
     token_ids: list[int]
@@ -96,7 +106,7 @@ class Origins:
         if is_large or not self._num_kept:
             self._drop(request)
             return
-        self._learn(request, num_learned)
+        self._learn(request, 0)  # it is kept longer than those that had some of its hashes before
         self._ended.append((request, len(request.block_hashes)))
         self._num_ended += len(request.block_hashes)
         while self._num_ended > self._num_kept:
@@ -110,18 +120,27 @@ class Origins:
             if place is not None and place[0] is request:
                 del self._places[block_hash]
 
-    def find(self, hashes: Sequence[bytes]) -> list[tuple[Request, int] | None]:
-        """Return for each hash its request and its number there; None if none has it."""
+    def find(
+        self, hashes: Sequence[bytes], owners: Iterable[Request] = ()
+    ) -> list[tuple[Request, int] | None]:
+        """Return for each hash its request and its number there; None if none has it.
+
+        Args:
+            owners: requests whose hashes they are, as far as that is known.
+        """
+        for request in owners:
+            self.learn(request)
         found = list(map(self._find, hashes))
-        if None in found:  # requests grow
-            for request, num_learned in self._live.items():
-                self._learn(request, num_learned)
-            found = list(map(self._find, hashes))
         if None in found:  # of two requests that shared it the one that was learned last is gone
-            for request in self._live:
-                self._learn(request, 0)
+            for request in owners:
+                self.learn(request, first=0)
             found = list(map(self._find, hashes))
         return found
+
+    def learn(self, request: Request, first: int | None = None) -> None:
+        """Learn a live request's hashes, from those on that it has got since the last time."""
+        if request in self._live:
+            self._learn(request, self._live[request] if first is None else first)
 
     def _find(self, block_hash: bytes) -> tuple[Request, int] | None:
         place = self._places.get(block_hash)
@@ -148,7 +167,7 @@ class NoEvents:
     """vLLM publishes no KV events, so nothing is told: the methods of `KvEvents`."""
 
     is_pending = False
-    seen = ended = withdraw = storing = published = removed = staticmethod(_ignore)
+    seen = ended = learn = withdraw = storing = published = removed = staticmethod(_ignore)
 
     def take(self) -> Sequence[Any]:
         """Return what has happened since the last call."""
@@ -196,6 +215,10 @@ class KvEvents:
         if not self._is_withdrawn:
             self._origins.add(request)
 
+    def learn(self, request: Request) -> None:
+        """Blocks of a request may be stored that nothing says are its own."""
+        self._origins.learn(request)
+
     def ended(self, request: Request) -> None:
         """A request has ended; lazy stores still keep what it has computed."""
         self._origins.end(request)
@@ -208,12 +231,12 @@ class KvEvents:
 
     # ---- the directory reports -----------------------------------------------------------------
 
-    def storing(self, keys: Iterable[Key]) -> None:
-        """Stores of these keys begin."""
+    def storing(self, keys: Iterable[Key], owners: Iterable[Owner] = ()) -> None:
+        """Stores of these keys begin, for some requests."""
         if self._is_withdrawn:
             return
-        keys = list(keys)
-        places = self._origins.find([block_hash for _, block_hash in keys])
+        keys, requests = list(keys), [state.request for state, _ in owners]
+        places = self._origins.find([block_hash for _, block_hash in keys], requests)
         for key, place in zip(keys, places, strict=True):
             self._being_stored[key] = self._describe(key[0], *place) if place else None
 

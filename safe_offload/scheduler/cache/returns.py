@@ -272,7 +272,10 @@ def _next_kind(kind: int, gap: int) -> int:
 
 @dataclass(slots=True)
 class _Batch:
-    """Slots that were released together; `Returns` alone changes it."""
+    """Slots that were released together; `Returns` alone changes it.
+
+    Bound: an entry for each slot, of which fewer than half are stale after a lease.
+    """
 
     ticket: int
     kind: int

@@ -40,6 +40,7 @@ class Boundaries:
         every: positions are multiples of so many tokens; 0 for none.
         blocks_per_hash: that attention without gaps takes for each hash of a request.
         needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
+        num_dropped_tokens: of the last block that a hit finds, which vLLM drops for EAGLE drafts.
         marks, last: its state; some hashes of each request, and the last request that has each.
     """
 
@@ -65,8 +66,8 @@ class Boundaries:
                 int(-(-num_tokens // geometry.alignment_tokens)) * geometry.alignment_tokens
             )
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
-        drafts = coordinator.eagle_group_ids  # of whose hits vLLM drops the last block
-        self._num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
+        drafts = coordinator.eagle_group_ids
+        self.num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
         self.last: dict[bytes, RequestState] = {}
         self.marks: dict[RequestState, list[bytes]] = {}
 
@@ -84,7 +85,7 @@ class Boundaries:
             theirs = other.request.block_hashes
             places = range(min(len(hashes), len(theirs)))
             count = bisect_left(places, True, key=lambda place: hashes[place] != theirs[place])
-            end = count * self._hash_block_size - self._num_dropped_tokens
+            end = count * self._hash_block_size - self.num_dropped_tokens
             end = max(0, end // self._alignment_tokens * self._alignment_tokens)
             state.ends_hits_at(end)
             other.ends_hits_at(end)

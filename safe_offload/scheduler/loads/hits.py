@@ -46,6 +46,8 @@ def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
 class Hit:
     """A run of tokens that the host can deliver, after those that the GPU has.
 
+    Bound: an entry for each block of its request, of each KV cache group.
+
     Attributes:
         slots_by_group: for each KV cache group, one slot for each block of the run; `NO_SLOT`
             where the group does not need one.
@@ -148,12 +150,12 @@ class FullAttentionInRuns(FullAttentionManager):
         """Return the slots of each group, and the number of tokens that all of them cover."""
         size = kv_cache_spec.block_size
         is_aligned = size == block_pool.hash_block_size and alignment_tokens % size == 0
-        if not is_aligned or drop_eagle_block or dcp_world_size > 1 or pcp_world_size > 1:
+        if not is_aligned or dcp_world_size > 1 or pcp_world_size > 1:
             what = block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec
             how = drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size
             return super().find_longest_cache_hit(*what, *how)
         runs = block_pool.find_runs(block_hashes[: max_length // size], kv_cache_group_ids)
-        num_tokens = len(runs[0]) * size
+        num_tokens = max(0, len(runs[0]) - drop_eagle_block) * size
         num_tokens -= num_tokens % alignment_tokens
         for run in runs:
             del run[num_tokens // size :]
@@ -222,6 +224,7 @@ class HostHits:
         boundaries: of requests, where vLLM keeps windows and states.
         parted_at: token of the last request that was searched for, up to which the host has all
             that attention without gaps needs: there prompts were seen to part. 0 for none.
+        ends_anywhere: a hit is as many leading blocks as there are, or one less with EAGLE drafts.
     """
 
     def __init__(
@@ -249,6 +252,7 @@ class HostHits:
         self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
         self.parted_at = 0
         self.full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
+        self.ends_anywhere = cache_hits.ends_anywhere(self._coordinator, hash_block_size)
 
     def find_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
@@ -288,11 +292,8 @@ class HostHits:
         return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
 
     def may_begin(self, block_hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
-        """Whether `find_hit` may find a hit, as far as a look at its first block tells.
-
-        False where drafts are made, too: a search drops the last block that it finds.
-        """
-        if num_computed_tokens % self._alignment_tokens or self._coordinator.eagle_group_ids:
+        """Whether `find_hit` may find a hit, as far as a look at its first block tells."""
+        if num_computed_tokens % self._alignment_tokens:
             return False
         if self.full_group is None:
             return True

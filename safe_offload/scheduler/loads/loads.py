@@ -86,6 +86,7 @@ class Loads:
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
         self._unrun: set[RequestState] = set()  # their loads have ended as `holds_up` says
+        self._holders: dict[RequestState, None] = {}  # of these, who was not seen without blocks
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -192,13 +193,15 @@ class Loads:
         """Return how long a hit is at least, by what another request loads; 0: only a search tells.
 
         Its slots are leased, so that a search finds what it found for the other, if the hit may end
-        where the two part: with windows or states it may only end where the load does.
+        where the two part: with windows or states it may only end where the load does. A search
+        drops the last block that it finds where there are EAGLE drafts.
         """
         if load.failure is not None or not self._hits.may_begin(hashes, num_computed_tokens):
             return 0
         size = self._geometry.hash_block_size
-        count = min(num_shared(load, hashes), end_max // size)
-        if not self._is_plain and count < load.end_hash:
+        num_dropped = self._boundaries.num_dropped_tokens // size
+        count = min(num_shared(load, hashes, num_dropped), end_max // size) - num_dropped
+        if not self._hits.ends_anywhere and count < load.end_hash:
             return 0
         return max(0, count * size - num_computed_tokens)
 
@@ -356,7 +359,7 @@ class Loads:
         """A request goes on without a load: it may be offered hits and loads again."""
         if self._admission.holders:
             self._admission.release(state)
-        self._unrun.discard(state)
+        self._has_run(state)
         progress = self.progress[state]
         if progress.hit is not None:
             self.drop_hit(state)
@@ -372,7 +375,7 @@ class Loads:
         """
         self.progress[state].must_compute = True
         if not state.finished:
-            self._unrun.add(state)
+            self._hold_up(state)
 
     def holds_up(self) -> bool:
         """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
@@ -381,11 +384,24 @@ class Loads:
         that finds too few. That one may need them: after a reset it shares no block with others any
         more, and those blocks were counted once. So all wait until vLLM has come to every one.
         """
-        return any(state.holds_blocks for state in self._unrun)
+        while self._holders:
+            state = next(iter(self._holders))
+            if state.holds_blocks:
+                return True
+            del self._holders[state]  # it takes others only to run
+        return False
+
+    def _hold_up(self, state: RequestState) -> None:
+        self._unrun.add(state)
+        self._holders[state] = None
+
+    def _has_run(self, state: RequestState) -> None:
+        self._unrun.discard(state)
+        self._holders.pop(state, None)
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
-        self._unrun.discard(state)
+        self._has_run(state)
         if self._admission.holders:
             self._admission.release(state)
         if self.progress[state].hit is not None:
@@ -398,7 +414,7 @@ class Loads:
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
         if state.is_announced and not state.finished:
-            self._unrun.add(state)
+            self._hold_up(state)
         self.drop_hit(state)
         self.progress[state].wait.call_off()
 

@@ -234,12 +234,13 @@ def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
     return count <= known and hashes[count - 1] == load.hashes[count - 1]
 
 
-def num_shared(load: Load, hashes: Sequence[bytes]) -> int:
+def num_shared(load: Load, hashes: Sequence[bytes], num_beyond: int = 0) -> int:
     """Return how many first hashes of a request are those of the one that loads.
 
-    Up to where the load ends. Few are compared: those before an equal one are equal.
+    Up to where the load ends, and some beyond. Few are compared: those before an equal one are
+    equal.
     """
-    end = min(load.end_hash, len(hashes))
+    end = min(load.end_hash + num_beyond, len(hashes), len(load.hashes))
     if _is_shared(load, hashes, end):
         return end
     return bisect_left(range(end), True, key=lambda place: hashes[place] != load.hashes[place])

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 class EagerProgress:
     """How far a request's blocks are stored; `EagerStores` alone changes it.
 
+    Bound: an entry for each KV cache group.
+
     Attributes:
         cursors: for each group, leading blocks of the block table that need no more storing.
         cursors_before: those of the block table that the last preemption took away.

@@ -83,14 +83,19 @@ class Outdated:
         if found:
             self.tables[state] = found
 
-    def keep_out(self, book: Iterable[RequestState]) -> list[RequestState]:
+    def keep_out(
+        self, book: Iterable[RequestState], only: Sequence[RequestState] = ()
+    ) -> list[RequestState]:
         """Take the hashes from what vLLM has hashed of these requests since the last plan.
+
+        Args:
+            only: of these requests, those that end.
 
         Returns:
             The requests, with those that were found on the way. Those that were preempted since are
             of no concern after this.
         """
-        states = list(self.tables)
+        states = list(only or self.tables)
         taken: set[int] = set()
         is_shared = False
         for state in states:

@@ -29,6 +29,8 @@ _NO_WITNESS = b"given away"
 class Snapshot:
     """A block table of a running request.
 
+    Bound: an entry for each block of its request; the list is vLLM's own.
+
     Attributes:
         group_idx: KV cache group.
         table: its block table; vLLM drops it when it preempts the request, and leaves it as it is.

@@ -13,6 +13,7 @@ plan of that step fences the store: nothing of the step may write before the cop
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
@@ -149,7 +150,7 @@ class Stores:
         for owner, _ in part.owners:
             self._num_parts[owner] = self._num_parts.get(owner, 0) + 1
         self._hits.directory.begin_store(
-            part.lease.slots, blocks.group_idx, blocks.hashes, blocks.more_keys
+            part.lease.slots, blocks.group_idx, blocks.hashes, blocks.more_keys, part.owners
         )
         (self._intact if is_intact else self._exposed).append(part)
         self.num_blocks += len(part.lease.slots)
@@ -242,7 +243,8 @@ class Stores:
         if exposed or intact:
             given_away = [p for p in exposed if p.blocks.given_away()] if exposed else []
             if len(given_away) < len(exposed):
-                intact = [part for part in exposed if part not in given_away] + intact
+                gone = set(given_away)
+                intact = [part for part in exposed if part not in gone] + intact
             if given_away:
                 store = self._make(given_away)
                 fenced.append(store)
@@ -334,9 +336,10 @@ class Stores:
                 store.keep_back()
                 del self._unfenced[store.transfer_id]  # what is not published needs no fence
         for parts in (self._exposed, self._intact):
-            for part in list(parts):
-                if any(block.block_id in block_ids for block in part.blocks.blocks):
-                    parts.remove(part)
+            lost = [part for part in parts if part.reads(block_ids)]
+            if lost:
+                parts[:] = filterfalse(set(lost).__contains__, parts)
+                for part in lost:
                     self._forget(part)
 
     def forget_unplanned(self) -> None:

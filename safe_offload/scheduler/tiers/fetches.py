@@ -87,7 +87,7 @@ class Fetches:
             lease = self._leases.grant(LeaseKind.FETCH, len(blocks))
             assert lease is not None
             assert len(lease.slots) == len(blocks)
-            self._begin_store(blocks, lease)
+            self._begin_store(blocks, lease, user)
             keys = Keys(bytes(b.group_idx for b in blocks), tuple(b.block_hash for b in blocks))
             tiers, slots = bytes(b.tier for b in blocks), ids_of(lease.slots)
             transfer_id, ranks = self.ledger.open()
@@ -107,13 +107,13 @@ class Fetches:
         self.ledger.new.extend(fetches)
         return fetches
 
-    def _begin_store(self, blocks: Sequence[TierBlock], lease: Lease) -> None:
+    def _begin_store(self, blocks: Sequence[TierBlock], lease: Lease, user: RequestState) -> None:
         """From now on nothing else stores or fetches these blocks."""
         for group_idx in sorted({block.group_idx for block in blocks}):
             pairs = zip(blocks, lease.slots, strict=True)
             of_group = [(slot, b.block_hash) for b, slot in pairs if b.group_idx == group_idx]
             slots, hashes = zip(*of_group, strict=True)
-            self._hits.directory.begin_store(slots, group_idx, hashes, {})
+            self._hits.directory.begin_store(slots, group_idx, hashes, {}, [(user, 0)])
 
     def under_way(self, slots: Iterable[int]) -> list[Fetch]:
         """Return the fetches that fill some of these slots and have not ended, each once."""

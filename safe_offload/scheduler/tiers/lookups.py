@@ -70,6 +70,7 @@ class LookUp:
         asked_s: when vLLM asked last, while the request waits; else None.
         last_gap_s: from the question before that to it; 0 at first.
         wait_max_s: of the tiers that are waited for.
+        num_unanswered: of its probes.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
         brought: fetches that a hit has been found after.
         starts: for each of them, up to which token a request can go without it and what follows.
@@ -89,6 +90,7 @@ class LookUp:
     last_gap_s: float = 0.0
     wait_max_s: float = 0.0
     probes: Sequence[PendingProbe] = ()
+    num_unanswered: int = 0
     fetches: Sequence[Fetch] = ()
     starts: Sequence[int] = ()
     brought: Sequence[Fetch] = ()
@@ -123,10 +125,15 @@ class LookUp:
             num_tokens = min(num_tokens, num_computed_tokens + self.user.limits.load_tokens)
         return num_tokens
 
-    @property
-    def is_answered(self) -> bool:
-        """Whether all that was asked is answered."""
-        return all(probe.is_answered for probe in self.probes)
+    def ask(self, probes: Sequence[PendingProbe]) -> None:
+        """It waits for the answers of these, none of which has come."""
+        self.move(LookUpState.ASKING)
+        self.probes, self.num_unanswered = probes, len(probes)
+
+    def answered(self) -> bool:
+        """One of them has come; return whether that was the last one."""
+        self.num_unanswered -= 1
+        return not self.num_unanswered
 
     def share(self) -> float:
         """Return the part of the tokens that can be hit by now: up to what has not come."""
@@ -208,8 +215,7 @@ class LookUps:
         lookup.first_token, lookup.end_token = first_token, end_max
         if is_missing:
             self._counters[Count.TIER_LOOKUPS] += 1
-            lookup.move(LookUpState.ASKING)
-            lookup.probes = self._probes.ask(wanted, user)
+            lookup.ask(self._probes.ask(wanted, user))
         else:
             self._want(lookup)
 
@@ -362,7 +368,7 @@ class LookUps:
     def answered(self, probe: PendingProbe) -> None:
         """All ranks have answered a probe."""
         for lookup in map(self._by_request.__getitem__, probe.users):
-            if lookup.state is LookUpState.ASKING and lookup.is_answered:
+            if lookup.answered() and lookup.state is LookUpState.ASKING:
                 self._want(lookup)
 
     def fetched(self, fetch: Fetch) -> None:

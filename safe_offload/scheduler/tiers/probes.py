@@ -29,6 +29,8 @@ _ANY = bytes([0]) + bytes([255]) * 255
 class PendingProbe:
     """A probe, from the moment that a request has it; changed by its methods only.
 
+    Bound: the requests that vLLM has, and an entry for each rank.
+
     Attributes:
         users: requests that wait for the answer, in the order in which they came.
         ranks_left: ranks that have not answered.

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.tiered_hits import Present, TieredHit, TieredHits
 
 
+LOOKED_AT_MAX = 1 << 15
+"""Blocks of requests that are looked at in one step, beyond the first of these: some 20 ms."""
+
+
 class Promotions:
     """Begins fetches; it keeps nothing from one step to the next.
 
@@ -41,14 +45,21 @@ class Promotions:
         self._fetches = fetches
 
     def begin(self, generation: str) -> None:
-        """Fetch what tiers have, for whom vLLM asks about first, then in the order of arrival."""
+        """Fetch what tiers have, for whom vLLM asks about first, then in the order of arrival.
+
+        Of many requests with long prompts the last ones wait for one of the next steps.
+        """
         wanting = sorted(
             self._lookups.wanting, key=lambda lookup: (not lookup.is_asked, lookup.number)
         )
+        num_left = LOOKED_AT_MAX
         for lookup in wanting:
             self._hits.slots.serve(lookup.user.request.cache_salt)
             if not lookup.is_roomless or self._fetches.num_slots_left > 0:
                 self._begin_for(lookup, generation)
+                num_left -= len(lookup.user.request.block_hashes)
+                if num_left <= 0:
+                    return
 
     def _begin_for(self, lookup: LookUp, generation: str) -> None:
         """Fetch what tiers have for a request, if that pays, as much as there is room for."""

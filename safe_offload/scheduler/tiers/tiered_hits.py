@@ -57,6 +57,8 @@ class Stage(NamedTuple):
 class TieredHit:
     """A run of tokens that host memory and tiers have, after those that the GPU has.
 
+    Bound: an entry for each block of its request, of each KV cache group.
+
     Attributes:
         num_tokens: length of the run.
         blocks: of it that only tiers have, in the order of their tokens.

@@ -147,6 +147,7 @@ def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig):
 
     events, directory = rig.planner.events, rig.planner.hits.directory
     events.seen(request)
+    events.learn(request)
     directory.begin_store(list(range(7)), 0, request.block_hashes, {})
     directory.publish(list(range(7)))
     (ours,) = rig.connector.take_events()
@@ -284,16 +285,17 @@ class FakeRequest:
         self.block_hashes = [name.encode() for name in names]
 
 
-def places(origins: Origins, names: str) -> list[Any]:
-    return origins.find([name.encode() for name in names])
+def places(origins: Origins, names: str, *owners: Any) -> list[Any]:
+    return origins.find([name.encode() for name in names], owners)
 
 
 def test_a_hash_is_found_in_a_request_that_grows_until_it_ends():
     origins, request = Origins(num_kept=0), FakeRequest("ab")
     origins.add(request)  # type: ignore[arg-type]
-    assert places(origins, "ba") == [(request, 1), (request, 0)]
+    assert places(origins, "ba", request) == [(request, 1), (request, 0)]
     request.block_hashes.append(b"c")
-    assert places(origins, "cx") == [(request, 2), None]
+    assert places(origins, "cx") == [None, None]
+    assert places(origins, "cx", request) == [(request, 2), None]
     origins.end(request)  # type: ignore[arg-type]
     origins.end(request)  # type: ignore[arg-type]
     assert places(origins, "abc") == [None] * 3
@@ -303,9 +305,9 @@ def test_a_hash_that_two_requests_share_stays_with_the_other():
     origins, first, second = Origins(num_kept=0), FakeRequest("ab"), FakeRequest("ab")
     origins.add(first)  # type: ignore[arg-type]
     origins.add(second)  # type: ignore[arg-type]
-    assert places(origins, "b") == [(second, 1)]
+    assert places(origins, "b", first, second) == [(second, 1)]
     origins.end(second)  # type: ignore[arg-type]
-    assert places(origins, "b") == [(first, 1)]
+    assert places(origins, "b", first) == [(first, 1)]
 
 
 def test_requests_that_have_ended_are_kept_up_to_a_bound():
@@ -328,6 +330,6 @@ def test_a_request_with_images_is_not_kept():
 def test_a_hash_that_its_request_has_lost_is_not_found():
     origins, request = Origins(num_kept=0), FakeRequest("ab")
     origins.add(request)  # type: ignore[arg-type]
-    assert places(origins, "b") == [(request, 1)]
+    assert places(origins, "b", request) == [(request, 1)]
     request.block_hashes = [b"a", b"x"]
-    assert places(origins, "bx") == [None, (request, 1)]
+    assert places(origins, "bx", request) == [None, (request, 1)]
