@@ -391,10 +391,10 @@ def _queue(count: int, _: Closing) -> PeerEngine:
 # ---- pins and hints ----------------------------------------------------------------------------
 
 
-def pinned(count: int, closing: Closing) -> tuple[PeerEngine, mock.Mock]:
+def pinned(count: int, closing: Closing, **extra: Any) -> tuple[PeerEngine, mock.Mock]:
     """So many pins of prompts that begin with as many blocks; also the clock, which stands."""
     clock = closing.enter_context(mock.patch("safe_offload.connector.monotonic", return_value=0.0))
-    engine = make_engine(8 * count + 100, extra={"pin_share": 0.9})
+    engine = make_engine(8 * count + 100, extra={"pin_share": 0.9, **extra})
     prompts = [[*prompt_behind(count, number), 3, 4, 5] for number in range(count)]
     send(engine, "pin", prompts, kv_transfer_params={"pin_s": 600})
     engine.drain(100_000)
@@ -418,6 +418,16 @@ def _forgotten(count: int, closing: Closing) -> PeerEngine:
     side = engine.connector.side
     leases = (lease for lease in side.leases if lease.kind is LeaseKind.PIN)
     side.hits.slots.forget(next(leases).slots[:1])
+    engine.send("next", [8, 9], 1)
+    return engine
+
+
+@scene("such pins, and all is guaranteed to another tenant", first=100)
+def _overpinned(count: int, closing: Closing) -> PeerEngine:
+    engine, _ = pinned(count, closing, tenants=tenants_file(closing, [["other"]], "1%"))
+    side = engine.connector.side
+    closing.callback(side.shutdown)
+    side.slots.by_tenant.guaranteed[1] = side.slots.num_usable
     engine.send("next", [8, 9], 1)
     return engine
 
@@ -458,10 +468,10 @@ def _told(count: int, _: Closing) -> PeerEngine:
 # ---- tenants -----------------------------------------------------------------------------------
 
 
-def tenants_file(closing: Closing, prefixes: list[list[str]]) -> str:
+def tenants_file(closing: Closing, prefixes: list[list[str]], share: str = "") -> str:
     """A file of tenants that have these prefixes of salts."""
     folder = closing.enter_context(tempfile.TemporaryDirectory())
-    share = f"{90 // len(prefixes)}%"
+    share = share or f"{90 // len(prefixes)}%"
     entries = {f"t{n}": {"share": share, "prefix": own} for n, own in enumerate(prefixes)}
     file = Path(folder) / "tenants.json"
     file.write_text(json.dumps({"default": "0%", "guaranteed": entries}))

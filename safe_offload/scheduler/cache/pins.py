@@ -63,14 +63,14 @@ class Pin:
         self.ends: dict[Stretch, None] = {}
         self.until_s, self.num_users = 0.0, 0
 
-    def slots(self) -> list[int]:
-        """Return what is pinned; what two prompts of it begin with comes twice."""
+    def last_slots(self) -> list[int]:
+        """Return the last slot of each end: all are of one tenant, as salts keep blocks apart."""
         found = []
         for end in self.ends:
             stretch: Stretch | None = end
-            while stretch is not None:
-                found += stretch.lease.slots
+            while stretch is not None and not stretch.lease.slots:  # they were forgotten
                 stretch = stretch.before
+            found += [] if stretch is None else stretch.lease.slots[-1:]
         return found
 
 
@@ -200,7 +200,7 @@ class Pins:
             self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
         if self._pins and self._slots.num_overpinned():
             for pin in sorted(self._pins.values(), key=lambda pin: pin.until_s):
-                if self._slots.must_unpin(pin.slots()):
+                if self._slots.must_unpin(pin.last_slots()):
                     self.remove([pin.key])
         if self._used:
             for pin in self._used:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 
 class SlotQueue:
@@ -62,8 +62,9 @@ class SlotQueue:
         for ticket, _, batch in chain(self._swept, self._batches):
             if len(found) >= count:
                 break
-            found += [slot for slot in reversed(batch) if self._tickets[slot] == ticket]
-        return found[: max(0, count)]
+            live = (slot for slot in reversed(batch) if self._tickets[slot] == ticket)
+            found += islice(live, count - len(found))
+        return found
 
     def remove(self, slots: Iterable[int]) -> None:
         """Take out those of the slots that are in it."""
