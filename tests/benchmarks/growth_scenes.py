@@ -189,7 +189,7 @@ def hash_once(engine: PeerEngine, prompt: list[int], num_blocks: int) -> None:
 
     def hash_rest(request: Any) -> list[Any]:
         if request.block_hashes or request.prompt_token_ids[:3] != prompt[:3]:
-            return hash_blocks(request)
+            return list(hash_blocks(request))
         request.block_hashes.extend(shared)
         found = hash_blocks(request)
         request.block_hashes.clear()
@@ -284,7 +284,7 @@ def _running(count: int, _: Closing) -> PeerEngine:
 
 def running(count: int, **shape: Any) -> PeerEngine:
     """So many requests that have filled a block of their answer."""
-    limits = {"max_seqs": count, "max_batched_tokens": 64 * count}
+    limits: dict[str, Any] = {"max_seqs": count, "max_batched_tokens": 64 * count}
     engine = make_engine(8 * count + 100, **limits, **shape)
     for number in range(count):
         engine.send(f"r{number}", own_prompt(number, 1), 20)
@@ -454,7 +454,7 @@ def _demoted(count: int, _: Closing) -> PeerEngine:
 
 @scene("requests that load and others that do not, all told of their hits", first=100)
 def _told(count: int, _: Closing) -> PeerEngine:
-    limits = {"max_seqs": 2 * count, "max_batched_tokens": 64 * count}
+    limits: dict[str, Any] = {"max_seqs": 2 * count, "max_batched_tokens": 64 * count}
     engine = make_engine(8 * count + 100, extra={"pin_share": 0.5}, **limits)
     prompts = [own_prompt(number, 2) for number in range(count)]
     on_host_only(engine, prompts)
