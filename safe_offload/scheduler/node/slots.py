@@ -61,7 +61,6 @@ class NodeSlots(SlotPool):
         self._has_lot = np.zeros(0, bool)  # by lot, the same
         self._marked: set[int] = set()  # slots where this engine is a guest
         self.parked: set[int] = set()
-        self._may_unpark = True  # since the last plan nobody has looked at them
         self._seen = np.zeros(self.num_slots, np.uint64)  # words when slots were looked at
         self._versions = np.zeros(0, np.uint64)
 
@@ -234,10 +233,6 @@ class NodeSlots(SlotPool):
             self._versions[lot] = np.iinfo(np.uint64).max
         self._empty = self._own(self._empty)
 
-    def set_time(self, now_s: float) -> None:
-        super().set_time(now_s)
-        self._may_unpark = True
-
     # ---- grants --------------------------------------------------------------------------------
 
     def grant(self, count: int) -> list[int]:
@@ -245,9 +240,7 @@ class NodeSlots(SlotPool):
         table = self.table
         if table is None or not table.is_awake or count <= 0:
             return super().grant(count) if self.is_alone else []
-        if self._may_unpark:  # once in a step, however many grants there are
-            self._may_unpark = False
-            self._unpark()
+        self._unpark()
         if count > len(self._empty):
             self._claim(count - len(self._empty))
         self._spare(count - len(self._empty))

@@ -62,7 +62,7 @@ class TenantChecker:
         slots: Sequence[int],
         group_idx: int,
         hashes: Sequence[bytes],
-        more_keys: Any,
+        *more: Any,
     ) -> None:
         for request in self._requests if not self._salts.keys() >= set(hashes) else ():
             self._salts.update(dict.fromkeys(request.block_hashes, request.cache_salt))
@@ -77,7 +77,7 @@ class TenantChecker:
                         f"{asking} took {count} slots of {label}, which has {spare[label]} more "
                         "than it is guaranteed",
                     )
-        original(slots, group_idx, hashes, more_keys)
+        original(slots, group_idx, hashes, *more)
 
     def _label_of(self, block_hash: bytes) -> str:
         return self._tenants.labels[self._tenants.number_of(self._salts[block_hash])]
