@@ -2,10 +2,11 @@
 
 COPY_FAULTS='{"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}': of the copies of a worker,
 two in a hundred raise and one in a hundred takes a second longer. With "corrupt": true every copy
-delivers a wrong byte.
+delivers a wrong byte; with "swap": true every load swaps its first and its last slot.
 """
 
 import ctypes
+import dataclasses
 import random
 import threading
 from collections.abc import Mapping
@@ -14,17 +15,23 @@ from typing import Any
 
 def break_copies(faults: Mapping[str, Any]) -> None:
     """Replace the method that copies by one that sometimes does not, here and in forks."""
+    from safe_offload.worker.copies.base import Direction
     from safe_offload.worker.copies.cpu import CpuBackend
 
     rng = random.Random(faults["seed"])
     run = CpuBackend._run
+    fail, stall = faults.get("fail", 0.0), faults.get("stall", 0.0)
 
     def run_or_not(self: Any, copy: Any) -> None:
         draw = rng.random()
-        if draw < faults["fail"]:
+        if draw < fail:
             raise OSError("failed by the test")
-        if draw < faults["fail"] + faults["stall"]:
+        if draw < fail + stall:
             threading.Event().wait(faults["stall_s"])
+        if faults.get("swap") and copy.direction is Direction.LOAD:
+            slot_ids = copy.slot_ids.copy()
+            slot_ids[[0, -1]] = slot_ids[[-1, 0]]
+            copy = dataclasses.replace(copy, slot_ids=slot_ids)
         run(self, copy)
         if faults.get("corrupt"):
             target = self._table.ranges(self._table.runs(copy)).targets[0]

@@ -1,8 +1,9 @@
-"""Answers prompts in an engine whose GPU memory is poisoned: what nobody wrote is nonsense.
+"""Answers prompts in an engine whose memory is poisoned: what nobody wrote is nonsense.
 
 Every block that vLLM's pool gives out is filled with it, in every layer, before vLLM zeroes what it
-zeroes and before a load or a forward writes there. So a block that a load leaves unwritten, and one
-that is read before anything wrote to it, turn an answer into nonsense, whatever lay there before.
+zeroes and before a load or a forward writes there; every host slot at the start, and again when a
+store into it is submitted. So a block that a load leaves unwritten, and a block or a slot that is
+read before anything wrote to it, turn an answer into nonsense, whatever lay there before.
 """
 
 import dataclasses
@@ -44,7 +45,10 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Poison:
-    """Fills what vLLM's pool gives out, right before the step for which it was given out."""
+    """Fills what vLLM's pool gives out, right before the step for which it was given out.
+
+    Slots of the host are filled with 0xFF, which is not a number in any type.
+    """
 
     def __init__(self, value: float) -> None:
         from vllm.v1.core.block_pool import BlockPool
@@ -74,9 +78,34 @@ class Poison:
             self.counts["zeroed"] += len(output.new_block_ids_to_zero or ())
             return update_states(runner, output)
 
-        BlockPool.get_new_blocks = give_out  # type: ignore[method-assign]
-        Scheduler.schedule = note  # type: ignore[method-assign]
-        CPUModelRunner._update_states = fill  # type: ignore[method-assign]
+        BlockPool.get_new_blocks = give_out
+        Scheduler.schedule = note
+        CPUModelRunner._update_states = fill
+        self._spoil_slots()
+
+    @staticmethod
+    def _spoil_slots() -> None:
+        from safe_offload.worker.copies.base import Direction
+        from safe_offload.worker.copies.cpu import CpuBackend
+        from safe_offload.worker.transfers import Transfers
+
+        backends: list[tuple[Any, Any]] = []
+        begin, submit = CpuBackend.__init__, Transfers.submit
+
+        def spoil_all(self: Any, base_address: int, layout: Any, host: Any, threads: Any) -> None:
+            begin(self, base_address, layout, host, threads)
+            host.tensor.numpy()[:] = 0xFF
+            backends[:] = [(host, layout)]
+
+        def spoil(self: Any, direction: Direction, transfer: Any, mark: Any = None) -> None:
+            if direction is Direction.STORE:
+                ((host, layout),) = backends
+                for offset, size in itertools.chain(*map(layout.ranges_of, transfer.slot_ids)):
+                    host.tensor.numpy()[offset : offset + size] = 0xFF
+            submit(self, direction, transfer, mark)
+
+        CpuBackend.__init__ = spoil_all  # type: ignore[method-assign]
+        Transfers.submit = spoil  # type: ignore[method-assign]
 
     def _fill(self, runner: Any, block_ids: list[int]) -> None:
         import torch
@@ -136,7 +165,7 @@ class Faults:
                     scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
             return schedule(scheduler, *arguments, **more)
 
-        Scheduler.schedule = preempt  # type: ignore[method-assign]
-        CpuBackend._run = run_or_fail  # type: ignore[method-assign]
+        Scheduler.schedule = preempt
+        CpuBackend._run = run_or_fail  # type: ignore[assignment, method-assign]
         hook = "get_num_new_matched_tokens"
         setattr(SafeCPUOffloadConnector, hook, match_or_cut)
