@@ -19,7 +19,10 @@ ENDS = (0, 32, 288, 672)
 """Tokens of a hit."""
 
 
-@pytest.fixture(params=["lfm2", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("gemma3",))])
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(params=["lfm2", "gemma3"])
 def folder(request, model, tmp_path):
     kind = request.param
     return write_tiny_hybrid(kind, tmp_path / kind) if kind in KINDS else model(kind)
@@ -49,7 +52,6 @@ def test_a_hit_from_the_host_rounds_as_one_of_the_gpu_does(folder, tmp_path):
         assert any(cut not in uncut for cut in plain.data["cuts"])
 
 
-@pytest.mark.nightly
 def test_a_block_in_the_place_of_another_shows_itself(folder, tmp_path):
     """Every load swaps two slots; those have the right checksums."""
     plain, ours = run(
