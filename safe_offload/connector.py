@@ -27,7 +27,7 @@ from safe_offload.compat.base import (
 )
 from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.compat.resets import allow_resets_under_loads
-from safe_offload.config.options import OffloadConfig
+from safe_offload.config.options import ADAPTIVE, OffloadConfig
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -37,9 +37,9 @@ from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
-from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.cache.tenants import TenantSlots
+from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.guided import planner_class
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.node.slots import NodeSlots
@@ -190,6 +190,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             estimates=estimates,
             is_guided=is_guided,
             is_shared=is_shared,
+            is_adaptive=config.eviction_policy == ADAPTIVE,
         )
         if file is not None:
             make = functools.partial(make, file=file)

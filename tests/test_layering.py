@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "observe",
         "protocol",
         "scheduler/cache",
+        "scheduler/eviction",
         "scheduler/loads",
         "scheduler/node",
         "scheduler/stores",
@@ -44,7 +45,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/tiers",
     ),
     "node": (),
-    "scheduler/cache": ("compat", "config", "observe"),
+    "scheduler/cache": ("compat", "config", "observe", "scheduler/eviction"),
+    "scheduler/eviction": (),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
     "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
     "scheduler/tiers": (
@@ -122,6 +124,12 @@ READS_PRIVATE = {
     "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "gpu/small.py": ("_answer_calls",),  # of engines that first cache prefixes of MLA, too
     "node/test_table.py": ("_engines", "_mapping", "_tokens"),  # flips each bit of a table
+    "scheduler/eviction/test_adaptive.py": (
+        "_batches",
+        "_fresh",
+        "_ghosts",
+        "_used_before",
+    ),  # bounds
     "scheduler/loads/test_admission.py": ("_by_missing",),  # the bound of a heap
     "scheduler/loads/test_shared_loads.py": ("_loads", "_marks", "_shared_loads"),  # are left empty
     "scheduler/test_growth.py": ("_counts", "_first", "_stretches"),  # of pins, which are a tree

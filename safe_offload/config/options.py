@@ -48,7 +48,8 @@ DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 # Of those that are written, the first decides.
 CAPACITY_KEYS: Final = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 
-EVICTION_POLICIES: Final = ("lru", "slru", "returns")
+ADAPTIVE: Final = "adaptive"
+EVICTION_POLICIES: Final = (ADAPTIVE, "lru", "slru", "returns")
 
 # The fields of vLLM's KVTransferConfig, which users put one level too deep.
 # Source: vLLM 0.32.0, vllm/config/kv_transfer.py.
@@ -89,10 +90,11 @@ class OffloadConfig:
     )
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
-        "lru",
+        ADAPTIVE,
         "Which block is evicted first: the least recently used (`lru`), the least recently used "
-        "without a hit (`slru`), or the least likely to be reused soon, estimated from past reuse "
-        "intervals (`returns`, which does not admit blocks worth less than their victims).",
+        "without a hit (`slru`), the least likely to be reused soon, estimated from past reuse "
+        "intervals (`returns`, which does not admit blocks worth less than their victims), or the "
+        "one of `lru`, `returns` and a third order that hits most (`adaptive`).",
     )
     pin_share: float = setting(
         share(MAX_PIN_SHARE),

@@ -39,7 +39,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "spec_module_path": _ONE_WAY,
     "spec_name": _ONE_WAY,
     "sync_load_budget_bytes": "no load holds up a step",
-    "store_threshold": f'{_EVERY}; against prompts that come once, "eviction_policy": "slru"',
+    "store_threshold": f'{_EVERY}; "eviction_policy": "adaptive" notices prompts that come once',
     "tier_poll_interval_s": "tiers report when they are done",
     "threads_per_gpu": 'write "num_threads" into the tier',
     "use_page_cache": "files are read and written past the page cache wherever that works",

@@ -69,7 +69,7 @@ INFO = (
     *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
     *("ranks", "slots_per_rank", "host_bytes_per_rank", "tokens"),
     *("longest_requests", "gpu_pools", "groups"),
-    *("memory", "huge_pages", "numa_node", "copies_by", "ranks_per_copy"),
+    *("eviction_order", "memory", "huge_pages", "numa_node", "copies_by", "ranks_per_copy"),
 )
 """Labels of the metric `info`. All ranks have reported the last five."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count, Counters
+from safe_offload.scheduler.adaptive import AdaptivePlanner
 from safe_offload.scheduler.cache.directory import Key
 from safe_offload.scheduler.cache.pins import Pins
 from safe_offload.scheduler.limits import PIN_KEY, TELL_KEY
@@ -218,13 +219,19 @@ class GuidedPlanner(Planner):
 
 
 def planner_class(
-    *, has_tenants: bool, estimates: bool, is_guided: bool, is_shared: bool = False
+    *,
+    has_tenants: bool,
+    estimates: bool,
+    is_guided: bool,
+    is_shared: bool = False,
+    is_adaptive: bool = False,
 ) -> Callable[..., Planner]:
     """Return the planner that a configuration calls for."""
     wanted = {
         NodePlanner: is_shared,
         TenantPlanner: has_tenants,
         EstimatingPlanner: estimates,
+        AdaptivePlanner: is_adaptive,
         GuidedPlanner: is_guided,
     }
     parts = tuple(kind for kind, is_wanted in wanted.items() if is_wanted)

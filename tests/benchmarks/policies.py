@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.scheduler.cache.hit_curve import FACTORS, NO_RATES, HitCurve
-from safe_offload.scheduler.cache.policies import POLICIES
+from safe_offload.scheduler.eviction.policies import POLICIES
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import NUM_RUNNING, Replay, best_possible, replay
 from tests.benchmarks.policy_report import Cost, Curve, by_trace, draw, make_report
@@ -24,6 +24,9 @@ from tests.benchmarks.policy_traces import (
     read_agents,
     read_trace,
 )
+from tests.benchmarks.s3_fifo import S3Fifo
+
+CONTESTANTS = {**POLICIES, "s3-fifo": S3Fifo}
 
 SIZES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 """Of the host cache, as shares of the working set."""
@@ -85,7 +88,7 @@ def measure_hit_rates(
         say(f"{trace.name}: {len(trace.prompts):,} prompts")
         working_set = trace.unit or trace.working_set
         num_gpu = int(gpu_share * trace.working_set)
-        for policy, make in POLICIES.items():
+        for policy, make in CONTESTANTS.items():
             replays = {
                 size: replay(trace, make, max(1, int(size * working_set)), num_gpu, num_running)
                 for size in sizes

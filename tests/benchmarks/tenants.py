@@ -24,7 +24,7 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.scheduler.cache.policies import POLICIES
+from safe_offload.scheduler.eviction.policies import POLICIES
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.vllm_setup import EngineShape

@@ -20,7 +20,7 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import GIB, KIB, MIB, format_bytes
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.cache.policies import POLICIES
+from safe_offload.scheduler.eviction.policies import POLICIES
 from tests import config_table
 
 SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "max_inflight_bytes")
@@ -55,7 +55,7 @@ def test_nothing_set_means_the_defaults_of_simple_cpu_offload_connector():
     assert (config.max_inflight_bytes, config.transfer_timeout_s) == (256 * MIB, 30.0)
     assert (config.copy_threads, config.verify_every) == (1, 0)
     assert (config.lazy_offload, config.verify_invariants) == (False, False)
-    assert (config.eviction_policy, config.copy_path) == ("lru", "auto")
+    assert (config.eviction_policy, config.copy_path) == ("adaptive", "auto")
 
 
 def test_server_wide_bytes_are_divided_by_the_world_size():
@@ -205,7 +205,7 @@ REFUSED = {
         )
         for key, maximum in COUNTS.items()
     },
-    "eviction_policy": (("fifo",), ('"lru", "slru", "returns"',)),
+    "eviction_policy": (("fifo",), ('"adaptive", "lru", "slru", "returns"',)),
     "copy_path": (
         ("Auto", "", "dma", 1, True, None, ["batch"]),
         ('Allowed: "auto", "batch", "kernel", "each"', "Fix: "),

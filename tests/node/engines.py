@@ -22,8 +22,8 @@ from safe_offload.node.pools import RankFile, Wanted, open_rank
 from safe_offload.node.table import Table
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.leases import LeaseBook, LeaseKind
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 from safe_offload.scheduler.node.planner import STALLED_AFTER_S
 from safe_offload.scheduler.node.slots import NodeSlots
 

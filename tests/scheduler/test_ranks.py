@@ -7,8 +7,8 @@ import pytest
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 from safe_offload.scheduler.ranks import Ranks, merge
 
 LOCKED = MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))

@@ -274,6 +274,8 @@ class _Draw:
             extra["eviction_policy"] = "slru"
         elif self._is_on("returns"):
             extra["eviction_policy"] = "returns"
+        elif self._is_on("lru"):
+            extra["eviction_policy"] = "lru"
         if self._is_on("verify", 0.375):
             extra["verify"] = self._one_of(("load", "sample:2"), "verify how")
         if self._is_on("least hit", 0.375):

@@ -1,4 +1,4 @@
-"""What the host holds, who may find it, and what is evicted.
+"""What the host holds, and who may find it.
 
-Imports nothing else of the scheduler side. Doors: `directory.Directory`, `leases.LeaseBook`.
+Imports eviction. Doors: `directory.Directory`, `leases.LeaseBook`.
 """

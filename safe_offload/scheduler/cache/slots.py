@@ -13,7 +13,7 @@ from itertools import filterfalse, repeat
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 
 NEW_SLOTS = 4096
 """Listed at once, as a list of all takes a step's time and 40 bytes a slot."""
@@ -110,6 +110,15 @@ class SlotPool:
         return num_evicted <= 0 or self._evictable.admits(
             num_evicted, last_slot, first_hash, self._now_s
         )
+
+    def prefer(self, order: str) -> None:
+        """See `EvictionPolicy`."""
+        self._evictable.prefer(order)
+
+    @property
+    def now_s(self) -> float:
+        """The time that was noted last."""
+        return self._now_s
 
     def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.

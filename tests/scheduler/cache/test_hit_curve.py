@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from safe_offload.scheduler.cache import hit_curve
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.hit_curve import FACTORS, NUM_SEEN_MAX, HitCurve
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 from tests.benchmarks.policy_replay import replay
 from tests.benchmarks.policy_traces import Trace, make_trace
 

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key, SplitTable
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
-from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.eviction.policies import POLICIES
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 
 
 def pool_of(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safe_offload.config.tenants import Tenants, parse
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.tenants import TenantSlots
+from safe_offload.scheduler.eviction.policies import POLICIES
 
 NUMBERS = itertools.count()
 

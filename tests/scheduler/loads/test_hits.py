@@ -15,8 +15,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from safe_offload.compat import cache_hits
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 from safe_offload.scheduler.loads.hits import NO_SLOT, RULES, HostHits, needed
 from tests.simulator.groups import BLOCK_TOKENS, Group
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config

@@ -11,8 +11,8 @@ from safe_offload.layout import PAGE_BYTES
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import BadSlots, Capacity, FailureReason, StepPlan, Transfer
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.eviction.policy import EvictionPolicy
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.memory.host_memory import HostMemory

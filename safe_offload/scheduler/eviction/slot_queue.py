@@ -76,6 +76,10 @@ class SlotQueue:
                 num_removed += 1
         self._num_slots -= num_removed
 
+    def among(self, slots: Iterable[int]) -> list[int]:
+        """Return those of the slots that are in it."""
+        return list(filter(self._tickets.__getitem__, slots))
+
     def take(self, count: int) -> list[tuple[float, list[int]]]:
         """Take up to `count` slots, in order, each batch with the time of its release."""
         taken: list[tuple[float, list[int]]] = []

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from safe_offload.scheduler.cache.eviction import PROTECTED_SHARE, EvictionPolicy, Slru
-from safe_offload.scheduler.cache.policies import POLICIES
-from safe_offload.scheduler.cache.returns import GHOSTS_MAX, Returns
+from safe_offload.scheduler.eviction.policies import POLICIES
+from safe_offload.scheduler.eviction.policy import PROTECTED_SHARE, EvictionPolicy, Slru
+from safe_offload.scheduler.eviction.returns import GHOSTS_MAX, Returns
 
 NUM_SLOTS = 24
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby, repeat
+from typing import Any
 
-from safe_offload.scheduler.cache.eviction import EvictionPolicy, Hashes
+import numpy as np
+
+from safe_offload.scheduler.eviction.policy import EvictionPolicy, Hashes
 
 HORIZON_S = 60.0  # to `Returns` a use so much later is worth half as much
 GHOSTS_MAX = 4096  # evicted batches that `Returns` knows again
+_NUM_AGES = 32
+_ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
+NEW, _LEFT, USED = 0, 1, 2  # kinds; from `USED` on with the mean of the last gaps' age bins
+SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
+_NUM_KINDS = USED + _NUM_AGES // 2
+_LEARN_EVERY, _KEPT = 64, 0.99  # batches, after 8, 16, 32 at first; of all counts, each time
 
 
 class Returns(EvictionPolicy):
     """What is least likely to be used again soon goes first, as far as the past tells.
 
-    What a request releases is a batch, or several where its prompt went on from several. A batch is
-    of a kind: new, or used again after gaps of this order, or left over where its conversation went
-    on without it; of each kind only the oldest and the newest are compared. Evicted batches are
-    known again by the hash of their first block, so that what returns too late is learned of too.
-    And what is worth less than all that would go for it is not stored.
+    What a request releases is a batch, or several: what is new, and what it used of each. A batch
+    is of a kind: new, or used again after gaps of this order, or left over where its conversation
+    went on without it; of each kind only the oldest and the newest are compared. Evicted batches
+    are known again by the hash of their first block, so that what returns too late is learned of
+    too. And what is worth less than all that would go for it is not stored.
 
     Bound: an entry for each slot, a batch for each that has one, and `GHOSTS_MAX`.
     """
@@ -37,10 +46,10 @@ class Returns(EvictionPolicy):
         self._num_slots = 0  # in batches
         self._tickets = [0] * num_slots  # of the batch that a slot is in, 0 if in none
         self._kinds = bytearray(num_slots)  # of slots in no batch: what they will be released as
-        self._batches: dict[int, _Batch] = {}
-        self._by_kind: list[OrderedDict[int, _Batch]] = [OrderedDict() for _ in range(_NUM_KINDS)]
-        self._used: list[tuple[_Batch, int, list[int], bool]] = []  # the gap is not known yet
-        self._ghosts: OrderedDict[bytes, _Batch] = OrderedDict()
+        self._batches: OrderedDict[int, Batch] = OrderedDict()
+        self._by_kind: list[OrderedDict[int, Batch]] = [OrderedDict() for _ in range(_NUM_KINDS)]
+        self._used: list[tuple[Batch, int, list[int], bool]] = []  # the gap is not known yet
+        self._ghosts: OrderedDict[bytes, Batch] = OrderedDict()
         self._worth = _Worth(num_slots)
 
     def release(self, slots: Sequence[int], now_s: float) -> None:
@@ -48,20 +57,18 @@ class Returns(EvictionPolicy):
         self._set_time(now_s)
         new: list[int] = []
         for kind, run in groupby(slots, self._kinds.__getitem__):
-            if kind == _NEW:
+            if kind == NEW:
                 new += run
-                continue
-            if kind & _SHARED:
-                self._add_new(new)
+            else:
+                self._add_new(new, kind)
+                self._add([*run], kind)
                 new = []
-            self._add([*new, *run], kind)  # what is new follows on it
-            new = []
         self._add_new(new)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         for batch, run in self._take_out(list(slots)):
-            goes_on = len(run) >= batch.num_live and batch.kind < _SHARED
+            goes_on = len(run) >= batch.num_live and batch.kind < SHARED
             self._used.append((batch, batch.kind, run, goes_on))
             if goes_on and batch.num_live and batch.kind != _LEFT:
                 self._by_kind[_queue_of(batch.kind)].pop(batch.ticket)
@@ -71,14 +78,13 @@ class Returns(EvictionPolicy):
     def hold(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         for batch, run in self._take_out(list(slots)):
-            for slot in run:
-                self._kinds[slot] = batch.kind
+            set_each(self._kinds, run, batch.kind)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes, now_s: float) -> bool:
         """See `EvictionPolicy`; what is not kept is known again, as if it was evicted now."""
         self._set_time(now_s)
         kind = self._kind_after(last_slot)
-        if kind == _NEW:
+        if kind == NEW:
             kind = self._kind_of_ghost(first_hash)
         num_left = count - len(self._queue)
         for batch in self._in_order() if num_left > 0 else ():
@@ -86,19 +92,19 @@ class Returns(EvictionPolicy):
             if num_left <= 0:
                 if self._worth_of(batch) > self._worth.table[_queue_of(kind)][0]:
                     self._worth.lose(_queue_of(kind), count)
-                    self._note_ghost(first_hash, _Batch(0, kind, now_s, [], 0, count))
+                    self._note_ghost(first_hash, Batch(0, kind, now_s, [], 0, count))
                     return False
                 break
-        if kind != _NEW:
-            self._note_ghost(first_hash, _Batch(_ADMITTED, kind, now_s, [], 0, 0))
+        if kind != NEW:
+            self._note_ghost(first_hash, Batch(_ADMITTED, kind, now_s, [], 0, 0))
         return True
 
     def _kind_of_ghost(self, first_hash: bytes | None) -> int:
         """Return the kind of what begins with a block; learn of it if it was gone."""
         ghost = self._ghosts.pop(first_hash or b"", None)
         if ghost is None:
-            return _NEW
-        kind, gap_s = ghost.kind & ~_SHARED, self._now_s - ghost.released_s
+            return NEW
+        kind, gap_s = ghost.kind & ~SHARED, self._now_s - ghost.released_s
         if ghost.ticket == _ADMITTED:
             return kind
         return self._used_again(kind, gap_s, ghost.size, was_gone=True)
@@ -106,11 +112,11 @@ class Returns(EvictionPolicy):
     def _kind_after(self, slot: int | None) -> int:
         """Return the kind of what follows on what a slot holds, as far as that tells it."""
         if slot is None:
-            return _NEW
+            return NEW
         batch = self._batches.get(self._tickets[slot])
         kind = self._kinds[slot] if batch is None else batch.kind
-        if kind & _SHARED or kind == _LEFT:
-            return _NEW
+        if kind & SHARED or kind == _LEFT:
+            return NEW
         return kind if batch is None else _next_kind(kind, self._age_bin_of(batch))
 
     def peek(self, count: int) -> list[int]:
@@ -128,27 +134,25 @@ class Returns(EvictionPolicy):
         evicted = super().evict(count, now_s)
         tickets, emptied = self._tickets, []
         for batch in self._in_order() if len(evicted) < count else ():
-            for slot in (taken := batch.take(count - len(evicted), tickets)):
-                tickets[slot] = 0
+            taken = batch.take(count - len(evicted), tickets)
+            set_each(tickets, taken, 0)
             self._age_s += len(taken) * (now_s - batch.released_s)
             evicted += taken
-            self._num_slots -= len(taken)
+            self._count(batch, -len(taken))
             if not batch.num_live:
                 emptied.append((batch, taken[-1]))
             if len(evicted) >= count:
                 break
         for batch, first_slot in emptied:
             self._bury(batch, first_slot)
-        for slot in evicted:
-            self._kinds[slot] = _NEW
+        set_each(self._kinds, evicted, NEW)
         return evicted
 
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         self._set_time(self._now_s)
         deque(self._take_out(slots := list(slots)), maxlen=0)
-        for slot in slots:
-            self._kinds[slot] = _NEW
+        set_each(self._kinds, slots, NEW)
 
     def __len__(self) -> int:
         return len(self._queue) + self._num_slots
@@ -159,8 +163,7 @@ class Returns(EvictionPolicy):
         used, self._used = self._used, []
         for batch, kind, run, goes_on in used:
             new_kind = self._used_again(kind, now_s - batch.released_s, len(run), was_gone=False)
-            for slot in run:
-                self._kinds[slot] = new_kind if goes_on else new_kind | _SHARED
+            set_each(self._kinds, run, new_kind if goes_on else new_kind | SHARED)
 
     def _used_again(self, kind: int, gap_s: float, count: int, *, was_gone: bool) -> int:
         """Learn that slots were used again; return the kind that they are now."""
@@ -168,76 +171,80 @@ class Returns(EvictionPolicy):
         if not gap:  # a request that was looked at twice, or preempted
             return kind
         self._worth.observe(_queue_of(kind), gap, count, was_gone=was_gone)
-        return kind & _SHARED | _next_kind(kind & ~_SHARED, gap)
+        return kind & SHARED | _next_kind(kind & ~SHARED, gap)
 
-    def _add_new(self, slots: list[int]) -> None:
-        """Add slots that follow on nothing, unless what they hold was evicted before."""
+    def _add_new(self, slots: list[int], kind: int = SHARED) -> None:
+        """Add slots that are new, after a run of this kind; what goes on with it is of its kind."""
         if slots:
-            self._add(slots, self._kind_of_ghost(self._hashes[slots[-1]]))
+            is_alone = kind & SHARED
+            self._add(slots, self._kind_of_ghost(self._hashes[slots[-1]]) if is_alone else kind)
 
     def _add(self, slots: list[int], kind: int) -> None:
         self._last_ticket = ticket = self._last_ticket + 1
-        tickets = self._tickets
-        for slot in slots:
-            tickets[slot] = ticket
+        set_each(self._tickets, slots, ticket)
         slots.reverse()
-        batch = _Batch(ticket, kind, self._now_s, slots, len(slots), len(slots))
+        batch = Batch(ticket, kind, self._now_s, slots, len(slots), len(slots))
         self._batches[ticket] = self._by_kind[_queue_of(kind)][ticket] = batch
-        self._num_slots += len(slots)
+        self._count(batch, len(slots))
 
-    def _take_out(self, slots: list[int]) -> Iterator[tuple[_Batch, list[int]]]:
+    def _count(self, batch: Batch, num_more: int) -> None:
+        """A batch has so many slots more or, below 0, less."""
+        self._num_slots += num_more
+
+    def _take_out(self, slots: list[int]) -> Iterator[tuple[Batch, list[int]]]:
         """Take slots out of their batches; yield these, each with its slots."""
         self._queue.remove(slots)
         tickets = self._tickets
         for ticket, found in groupby(slots, tickets.__getitem__):
             if ticket:
                 run = list(dict.fromkeys(found))
-                for slot in run:
-                    tickets[slot] = 0
+                set_each(tickets, run, 0)
                 batch = self._batches[ticket]
                 batch.num_live -= len(run)
-                self._num_slots -= len(run)
+                self._count(batch, -len(run))
                 yield batch, run
                 if not batch.num_live:
                     self._drop(batch)
                 elif 2 * batch.num_live < len(batch.slots):
                     batch.slots = batch.live(tickets)
 
-    def _drop(self, batch: _Batch) -> None:
+    def _drop(self, batch: Batch) -> None:
         del self._batches[batch.ticket], self._by_kind[_queue_of(batch.kind)][batch.ticket]
 
-    def _bury(self, batch: _Batch, first_slot: int) -> None:
+    def _bury(self, batch: Batch, first_slot: int) -> None:
         self._drop(batch)
         self._worth.lose(_queue_of(batch.kind), batch.size)
         self._note_ghost(self._hashes[first_slot], batch)
 
-    def _note_ghost(self, first_hash: bytes | None, batch: _Batch) -> None:
+    def _note_ghost(self, first_hash: bytes | None, batch: Batch) -> None:
         if first_hash is not None:
             self._ghosts[first_hash] = batch
             self._ghosts.move_to_end(first_hash)
             if len(self._ghosts) > GHOSTS_MAX:
                 self._ghosts.popitem(last=False)
 
-    def _age_bin_of(self, batch: _Batch) -> int:
+    def _age_bin_of(self, batch: Batch) -> int:
         return _age_bin(self._now_s - batch.released_s)
 
-    def _worth_of(self, batch: _Batch) -> float:
+    def _worth_of(self, batch: Batch) -> float:
         return self._worth.table[_queue_of(batch.kind)][self._age_bin_of(batch)]
 
-    def _in_order(self) -> Iterator[_Batch]:
+    def _in_order(self) -> Iterator[Batch]:
         """Yield all batches, those worth least first; none may be added or dropped meanwhile."""
-        ends: list[tuple[float, int, int, int, _Batch, Iterator[_Batch]]] = []
+        ends: list[tuple[float, int, int, int, Batch, Iterator[Batch]]] = []
+        table, now_s = self._worth.table, self._now_s
 
-        def offer(kind: int, end: int, batches: Iterator[_Batch]) -> None:
-            for batch in itertools.islice(batches, 1):
-                heapq.heappush(
-                    ends, (self._worth_of(batch), batch.ticket, end, kind, batch, batches)
-                )
+        def offer(kind: int, end: int, batches: Iterator[Batch]) -> None:
+            if batch := next(batches, None):
+                age_s = now_s - batch.released_s  # as `_worth_of`, in half as many steps
+                age = min(_NUM_AGES - 1, int(16 * age_s * age_s).bit_length())
+                heapq.heappush(ends, (table[kind][age], batch.ticket, end, kind, batch, batches))
 
         num_left = list(map(len, self._by_kind))
         for kind, batches in enumerate(self._by_kind):
-            offer(kind, 0, iter(batches.values()))
-            offer(kind, 1, reversed(batches.values()))
+            if batches:
+                offer(kind, 0, iter(batches.values()))
+                offer(kind, 1, reversed(batches.values()))
         while ends:
             _, _, end, kind, batch, rest = heapq.heappop(ends)
             if num_left[kind]:
@@ -246,12 +253,8 @@ class Returns(EvictionPolicy):
                 offer(kind, end, rest)
 
 
-_NUM_AGES = 32
-_ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
-_NEW, _LEFT, _USED = 0, 1, 2  # kinds; from `_USED` on with the mean of the last gaps' age bins
-_SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
-_NUM_KINDS = _USED + _NUM_AGES // 2
-_LEARN_EVERY, _KEPT = 64, 0.99  # batches, after 1, 2, 4, ... at first; of all counts, each time
+def set_each(values: MutableSequence[int], slots: Iterable[int], value: int) -> None:
+    deque(map(values.__setitem__, slots, repeat(value)), maxlen=0)
 
 
 def _age_bin(age_s: float) -> int:
@@ -259,19 +262,19 @@ def _age_bin(age_s: float) -> int:
 
 
 def _queue_of(kind: int) -> int:
-    kind &= ~_SHARED
-    return kind if kind < _USED else _USED + (kind - _USED) // 2
+    kind &= ~SHARED
+    return kind if kind < USED else USED + (kind - USED) // 2
 
 
 def _next_kind(kind: int, gap: int) -> int:
     """Return the kind, without flags, of what was used again after a gap of this age bin."""
     if not gap:
         return kind
-    return _USED + ((kind - _USED + gap) // 2 if kind >= _USED else gap)
+    return USED + ((kind - USED + gap) // 2 if kind >= USED else gap)
 
 
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """Slots that were released together; `Returns` alone changes it.
 
     Bound: an entry for each slot, of which fewer than half are stale after a lease.
@@ -283,11 +286,20 @@ class _Batch:
     slots: list[int]  # the last one is the first to go; some may be stale, as in `SlotQueue`
     num_live: int
     size: int
+    num_evicted: int = 0  # slots of all batches, when it was
+
+    def note(self, num_evicted: int) -> None:
+        """Note how many slots have been evicted by now."""
+        self.num_evicted = num_evicted
 
     def live(self, tickets: list[int]) -> list[int]:
-        return [slot for slot in self.slots if tickets[slot] == self.ticket]
+        """Return the slots that no later batch has."""
+        return list(
+            compress(self.slots, map(self.ticket.__eq__, map(tickets.__getitem__, self.slots)))
+        )
 
     def take(self, count: int, tickets: list[int]) -> list[int]:
+        """Take the slots that are the first to go."""
         if len(self.slots) > self.num_live:
             self.slots = self.live(tickets)
         taken = self.slots[-count:]
@@ -320,7 +332,7 @@ class _Worth:
         if was_gone:
             self._lost[kind] = max(0.0, self._lost[kind] - count)
         self._num_seen += 1
-        if self._num_seen % min(_LEARN_EVERY, 1 << self._num_seen.bit_length() - 1) == 0:
+        if self._num_seen % min(_LEARN_EVERY, max(8, 1 << self._num_seen.bit_length() - 1)) == 0:
             self._learn()
 
     def lose(self, kind: int, count: int) -> None:
@@ -328,28 +340,30 @@ class _Worth:
         self._lost[kind] += count
 
     def _learn(self) -> None:
-        returned = [sum(column) for column in zip(*self._returned, strict=True)]
-        chances = _chances(returned, sum(self._lost), [0.1] * _NUM_AGES, self._prior)
-        for kind, of_kind in enumerate(self._returned):
-            left, worth = _chances(of_kind, self._lost[kind], chances, self._prior), 0.0
-            for age in range(_NUM_AGES - 1, -1, -1):
-                discount = HORIZON_S / (HORIZON_S + _HALF_S[age])
-                worth = discount * (left[age] + (1 - left[age]) * discount * worth)
-                self.table[kind][age] = worth
-            of_kind[:] = [count * _KEPT for count in of_kind]
-        self._lost = [count * _KEPT for count in self._lost]
+        returned, lost = np.array(self._returned), np.array(self._lost)
+        of_all = np.add.accumulate(returned)[-1:]  # in the order of the kinds
+        lost_of_all = np.array([sum(self._lost)])
+        chances = _chances(of_all, lost_of_all, np.full((1, _NUM_AGES), 0.1), self._prior)
+        left = _chances(returned, lost, chances, self._prior).T
+        later, worth = (1 - left) * _DISCOUNTS, np.zeros(_NUM_KINDS)
+        table = np.empty_like(left)
+        for age in range(_NUM_AGES - 1, -1, -1):
+            table[age] = worth = _DISCOUNTS[age] * (left[age] + later[age] * worth)
+        self.table = table.T.tolist()
+        self._returned = (returned * _KEPT).tolist()
+        self._lost = (lost * _KEPT).tolist()
 
 
 _EDGES_S = [0.0, *(0.25 * 2 ** (age / 2) for age in range(_NUM_AGES))]
 _HALF_S = [(later - first) / 2 for first, later in itertools.pairwise(_EDGES_S)]
 
 
-def _chances(
-    returned: list[float], lost: float, expected: list[float], weight: float
-) -> list[float]:
-    """Return for each age which part of what was not used before was used again at it."""
-    chances, at_risk = [], lost
-    for age in range(_NUM_AGES - 1, -1, -1):
-        at_risk += returned[age]
-        chances.append((returned[age] + weight * expected[age]) / (at_risk + weight))
-    return chances[::-1]
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
+_DISCOUNTS: _Floats = HORIZON_S / (HORIZON_S + np.array(_HALF_S))[:, None]  # by age
+
+
+def _chances(returned: _Floats, lost: _Floats, expected: _Floats, weight: float) -> _Floats:
+    """Return for each kind and age which part of what was not used before was used again at it."""
+    at_risk = np.add.accumulate(np.column_stack((lost, returned[:, ::-1])), axis=1)[:, :0:-1]
+    chances: _Floats = (returned + weight * expected) / (at_risk + weight)
+    return chances

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from safe_offload.scheduler.cache.slot_queue import SlotQueue
+from safe_offload.scheduler.eviction.slot_queue import SlotQueue
 
 PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
@@ -70,6 +70,9 @@ class EvictionPolicy:
             first_hash: of the first block to be stored.
         """
         return True
+
+    def prefer(self, order: str) -> None:
+        """Evict in this order from now on, if the policy has several."""
 
     def peek(self, count: int) -> list[int]:
         """Return up to `count` slots that are evicted next, the first to go first."""
