@@ -254,6 +254,7 @@ class Returns(EvictionPolicy):
 
 
 def set_each(values: MutableSequence[int], slots: Iterable[int], value: int) -> None:
+    """Set the values of slots, without a step of Python for each."""
     deque(map(values.__setitem__, slots, repeat(value)), maxlen=0)
 
 

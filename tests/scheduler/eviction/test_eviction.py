@@ -302,8 +302,8 @@ def learned(gap_s: float) -> Returns:
     for index in range(200):
         now_s = 2 * gap_s * index
         policy.release([3, 2, 1, 0], now_s)
-        policy.lease([0, 1, 2, 3])
         policy.release([7, 6, 5, 4], now_s)
+        policy.lease([0, 1, 2, 3])
         policy.release([3, 2, 1, 0], now_s + gap_s)
         policy.forget([0, 1, 2, 3])
         assert policy.evict(4, now_s + 1.9 * gap_s) == [7, 6, 5, 4]
