@@ -48,9 +48,9 @@ REGRESSIONS = {
     # Loads failed at a reset, after which no block is shared any more; vLLM came to the first of
     # them, found too few blocks for all that it needs, and never came to those that held the rest.
     "blocks of failed loads that vLLM does not come to": ("loads-fail", 192),
-    # A load had landed at a reset; its request gave the blocks back, loaded again, and until that
-    # load had landed, too, nobody was offered a hit.
-    "a second load after one that had landed": ("priority:shared-stalls", 6),
+    # A load had landed at a reset; its request gave the blocks back and loaded again, and others
+    # waited for it as for one that vLLM has to come to.
+    "a second load after one that had landed": ("priority:shared-stalls", 29),
     # A window slid on in a step in which its request found no block; preempted in the next, it had
     # blocks rescued that another request had overwritten.
     "rescue of what was overwritten": ("hybrid-gpu", 2098),

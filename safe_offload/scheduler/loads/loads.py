@@ -284,7 +284,7 @@ class Loads:
         announced.
         """
         progress = self.progress[state]
-        self._unrun.discard(state)  # it had given its blocks back
+        self._unrun.discard(state)  # it has given back what it had loaded
         hit, lease = progress.hit, progress.lease
         block_ids, slots = self.pair(hit, blocks_by_group, num_tokens)
         num_local_tokens = hit.num_computed_tokens if hit is not None else 0
