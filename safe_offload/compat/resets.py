@@ -103,6 +103,7 @@ def _release(scheduler: Any, request: Any) -> None:
         request.num_computed_tokens = 0
     else:
         return
+    scheduler._inflight_prefills.discard(request)  # else blocks stay reserved for it
     scheduler.kv_holding_waiting.remove_request(request)
     scheduler.deferred_waiting.discard(request)
     scheduler.waiting.prepend_request(request)

@@ -56,6 +56,10 @@ REGRESSIONS = {
     "rescue of what was overwritten": ("hybrid-gpu", 2098),
     # The only block that is free is the source of a store, and is given to the same prompt.
     "the same hash in the same block": ("repeats", 54),
+    # Blocks stayed reserved for requests that had given theirs back at a reset.
+    "reserved for who gave back what had landed": ("shared-stalls", 23),
+    # It had learned its hashes; one that learned the same later took them along when it ended.
+    "tokens of what is rescued": ("priority:host-pressure", 1),
     # A checker that took what a right draft had computed for what no step computes.
     "hashed a step after it was computed": ("priority:swarm", 1),
     # A store settled into a prefix that was scanned once more later: one slot, leased twice.

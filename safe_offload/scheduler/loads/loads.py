@@ -156,6 +156,7 @@ class Loads:
             return None if is_loading and self._shared_loads.puts_off(wait, now_s) else 0
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
+            self._unrun.discard(state)  # it has given back what it had loaded before a reset
             state.move(Phase.MATCHED)
         elif self._unrun:
             # vLLM found too few blocks, and may have reserved them for one that holds none now.
@@ -284,7 +285,6 @@ class Loads:
         announced.
         """
         progress = self.progress[state]
-        self._unrun.discard(state)  # it has given back what it had loaded
         hit, lease = progress.hit, progress.lease
         block_ids, slots = self.pair(hit, blocks_by_group, num_tokens)
         num_local_tokens = hit.num_computed_tokens if hit is not None else 0
@@ -413,7 +413,7 @@ class Loads:
 
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
-        if state.is_announced and not state.finished:
+        if state.is_announced and state.holds_blocks:
             self._hold_up(state)
         self.drop_hit(state)
         self.progress[state].wait.call_off()

@@ -65,6 +65,8 @@ class WaitChecker:
         """Of vLLM's prefix cache, in which whoever has loaded may give its blocks back."""
         self._landed: set[Any] = set()
         """Requests that had not run since their load, at the last reset."""
+        self._released: dict[Any, int] = {}
+        """Requests that may have given blocks back at a reset, and how often each was preempted."""
         ledger.on_plan.append(self._see_plan)
         for name in RESETS:
             tap(core.connector, name, self._see_reset)
@@ -107,11 +109,26 @@ class WaitChecker:
         return core.node is not None and core.connector.side.hits.slots.table is None
 
     def _is_held_up(self) -> bool:
-        """Whether vLLM has blocks for a request whose load failed, or had landed at a reset."""
+        """Whether vLLM has blocks for a request whose load failed, or had landed at a reset.
+
+        Or has not come yet to one that gave them back there.
+        """
         scheduler = self._core.scheduler
-        return bool(scheduler.failed_recving_kv_req_ids) or any(
-            not request.num_computed_tokens or request in self._landed
-            for request in self._ended_loads()
+        return (
+            bool(scheduler.failed_recving_kv_req_ids)
+            or any(
+                not request.num_computed_tokens or request in self._landed
+                for request in self._ended_loads()
+            )
+            or any(map(self._has_not_run_since, self._released))
+        )
+
+    def _has_not_run_since(self, request: Any) -> bool:
+        from vllm.v1.request import RequestStatus
+
+        return bool(
+            request.status == RequestStatus.WAITING
+            and request.num_preemptions == self._released[request]
         )
 
     def _see_reset(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +137,8 @@ class WaitChecker:
 
     def _see_gpu_reset(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._num_resets += 1
+        held = self._core.scheduler.kv_holding_waiting
+        self._released |= {request: request.num_preemptions for request in held}
         return original(*args, **kwargs)
 
     def _ended_loads(self) -> Iterator[Any]:
