@@ -216,8 +216,11 @@ class KvEvents:
             self._origins.add(request)
 
     def learn(self, request: Request) -> None:
-        """Blocks of a request may be stored that nothing says are its own."""
-        self._origins.learn(request)
+        """Blocks of a request may be stored that nothing says are its own.
+
+        All of them: one that had the same hashes and has ended took its places with it.
+        """
+        self._origins.learn(request, first=0)
 
     def ended(self, request: Request) -> None:
         """A request has ended; lazy stores still keep what it has computed."""
