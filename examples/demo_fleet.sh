@@ -124,4 +124,4 @@ done
 
 say "in $tier_url: $(num_objects) objects, of which the second engine has read $read"
 say "OK: the second engine answered $NUM_PROMPTS prompts that it had never seen with the same texts," \
-    "$((total_us[0] / (total_us[1] + 1))) times sooner than the first one computed them"
+    "$((total_us[0] / (total_us[1] + 1)))x faster than the first engine, which computed them"

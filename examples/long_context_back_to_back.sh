@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Two long prompts back to back in a KV pool that one of them fills by 62 %, then the first one again.
 #
-# The second prompt needs blocks that the first one has just given back, which has ended or hung engines with other
-# offloading connectors. Here both are answered, and when the first prompt returns, what the pool has lost of it comes
-# from host memory. Exits with 0 only if all three answers are 200, the returning prompt was a host hit, and its text
-# is what it was the first time.
+# The second prompt needs blocks that the first one has just freed, which has crashed or hung engines with other
+# offloading connectors. Here both are answered, and the repeat of the first loads its evicted blocks from host memory.
+# Exits with 0 only if all three responses are 200, the repeat was a host hit, and its text is unchanged.
 #
 #   examples/long_context_back_to_back.sh          a tiny hybrid model made on the spot, on the CPU, about a minute
 #
@@ -69,13 +68,13 @@ say
 
 # What may be computed again: the last block, which is never complete, or an odd block of a hybrid model.
 ((on_host > 0)) ||
-    fail "S0 found nothing in host memory. If it found all on the GPU, the pool is too large for this test:" \
+    fail "no host hit for S0. If it was a GPU hit, the KV pool is too large for this test:" \
         "add --num-gpu-blocks-override to VLLM_ARGS"
-((computed * 20 < PROMPT_TOKENS)) || fail "S0 was recomputed when it came back: $computed of $PROMPT_TOKENS tokens"
+((computed * 20 < PROMPT_TOKENS)) || fail "the repeat of S0 was recomputed: $computed of $PROMPT_TOKENS tokens"
 [[ $(text_of S0) == "$(text_of S0-again)" ]] ||
     fail "S0's answer changed: first $(text_of S0), then $(text_of S0-again)"
 is_running $server || fail "the server has ended"
 
 say "answer, both times: $(text_of S0)"
-say "OK: both long requests were answered, and S0 came back from host memory with the same text," \
-    "$((first_us / (first_token_us + 1))) times sooner"
+say "OK: both long prompts were answered, and the repeat of S0 hit host memory: same text," \
+    "first token $((first_us / (first_token_us + 1)))x faster"
