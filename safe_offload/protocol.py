@@ -169,7 +169,7 @@ class StepPlan(KVConnectorMetadata):
         probes: questions to the tiers.
         fetches: tiers to host.
         spills: host to tiers.
-        is_idle: no step that computes is under way, so the workers may wait a little for what is.
+        is_idle: no computing step is in flight, so the workers may wait briefly for transfers.
     """
 
     loads: tuple[Transfer, ...] = ()

@@ -53,7 +53,7 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
     """Read a request's `kv_transfer_params`; never raises.
 
     Args:
-        params: what the client wrote; keys of other connectors are left alone.
+        params: the client's; keys of other connectors are ignored.
 
     Returns:
         The limits, without those that cannot be used, and what is wrong with these. That names

@@ -47,7 +47,7 @@ T = TypeVar("T", bound=Pending)
 
 
 class Ledger(Generic[T]):
-    """Transfers of one kind: those that the plan under way is to name, and those in flight.
+    """Transfers of one kind: those for the next plan, and those in flight.
 
     Its state: `new`, to which its owner adds, and, by transfer id, `in_flight`.
 

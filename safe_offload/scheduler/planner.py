@@ -237,9 +237,8 @@ class Planner(SchedulerSide):
             now_s: of a clock that never goes back.
 
         Returns:
-            Number of tokens after those that can be loaded, 0 for none; None while a load of the
-            same blocks for another request is under way, which this one waits for, or a tier is
-            asked for more.
+            Number of further tokens that can be loaded, 0 for none; None while the request waits
+            for another request's load of the same blocks, or for a tier.
         """
         state = self.book.find(request) or self.on_new_request(request)
         phase = state.phase
@@ -393,7 +392,7 @@ class Planner(SchedulerSide):
         return plan
 
     def _is_idle(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether nothing is computed in this step, nor in one that may still be under way."""
+        """Whether neither this step computes anything, nor one that may still be in flight."""
         if scheduler_output.total_num_scheduled_tokens:
             self._num_idle_steps = 0
             return False

@@ -1,4 +1,4 @@
-"""Objects that a tier moves together, and the batches that are under way in it."""
+"""Objects that a tier moves together, and its batches in flight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Batch:
 
 
 class Calls:
-    """The calls of a tier that are under way; it belongs to the loop's thread.
+    """The calls of a tier in flight; it belongs to the loop's thread.
 
     Attributes:
         is_closed: no call may begin.

@@ -105,13 +105,13 @@ class GuardedTier:
 
     @property
     def is_out(self) -> bool:
-        """Return whether the tier is left alone by reads."""
+        """Return whether the circuit breaker of reads is open."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
         return any(breaker.state is not BreakerState.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
-        """Return whether the tier is left alone by writes."""
+        """Return whether the circuit breaker of writes is open."""
         return self._breakers[Operation.SPILL].state is not BreakerState.CLOSED
 
     def namespace(self, generation: str) -> bytes:
@@ -144,7 +144,7 @@ class GuardedTier:
                 return
 
     async def probe(self, names: Sequence[Name]) -> list[bool] | None:
-        """Return which objects there are; None if it did not say in time, or is left alone.
+        """Return which objects exist; None on a timeout, or if the circuit breaker is open.
 
         Cancelled, it counts as neither success nor failure.
         """
@@ -181,7 +181,7 @@ class GuardedTier:
     async def fetch(
         self, names: Sequence[Name], slots: Sequence[Buffers]
     ) -> Sequence[Result] | None:
-        """Call `Tier.fetch`, and return None if the tier is left alone.
+        """Call `Tier.fetch`, and return None if the circuit breaker is open.
 
         However often it is cancelled, nothing writes to the slots when it returns or raises. What
         is cancelled before an object was done counts as neither success nor failure.

@@ -56,8 +56,8 @@ SLEEP_TIMEOUT_S = 30.0
 """vLLM sleeps when nothing runs any more, so that only the last copies are waited for."""
 POLL_S = 0.001
 IDLE_WAIT_S = 0.002
-"""So long at most a step that computes nothing waits for what is under way. vLLM makes one step
-after the other meanwhile, each of which takes the processor from the threads that it waits for."""
+"""How long a step that computes nothing waits for transfers at most. Otherwise vLLM spins through
+steps that take the processor from the threads it waits for."""
 _SERIES = {
     Direction.LOAD: (Count.LOAD_BYTES, LOAD_S, LOAD_QUEUED_S, LOAD_SIZE_BYTES),
     Direction.STORE: (Count.STORE_BYTES, STORE_S, STORE_QUEUED_S, STORE_SIZE_BYTES),

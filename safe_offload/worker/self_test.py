@@ -165,7 +165,7 @@ class SelfTest:
                 else:
                     self.problems[path] = problem
                 if time.monotonic() > self._deadline_s:
-                    # A copy may still be under way, and the others would wait behind it.
+                    # A copy may still be in flight, and the others would wait behind it.
                     self._sound = []
                     return
         self._write_blocks(self._watched_blocks, before)
@@ -193,7 +193,7 @@ class SelfTest:
         except Exception as error:
             logger.info("The ways to copy are chosen without being timed: %s", error)
             if time.monotonic() > self._deadline_s:
-                self._sound = []  # a copy may still be under way, in blocks that are vLLM's soon
+                self._sound = []  # a copy may still be in flight, in blocks that vLLM uses soon
 
     def _time(
         self,

@@ -35,7 +35,7 @@ class Verifier:
         threads: closed by `close`.
         every: one in this many slots of a load is looked at, others each time; all for 1.
         kept: one for each slot, where other ranks note what they store too; None for an array of
-            this rank's own. Changed on the threads, for slots of a store that is under way.
+            this rank's own. Changed on the threads, for slots of a store in flight.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From a prompt to a load: hits, what pays, who waits for whom, who is admitted.
+"""From a prompt to a load: hits, the cost model, shared loads, admission.
 
 Imports cache. Door: `loads.Loads`.
 """

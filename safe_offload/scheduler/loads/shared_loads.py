@@ -9,8 +9,8 @@ that hold blocks for a load; _update_waiting_for_remote_kv caches the blocks of 
 
 What bounds the wait (docs/guarantees.md: H5):
 
-- A load is waited for while it is under way and its request lives. vLLM frees the blocks of a
-  request that has been aborted without caching them, and a failed load has nothing to cache.
+- A request waits for a load while it is in flight and its request lives. vLLM frees the blocks of
+  an aborted request without caching them, and a failed load has nothing to cache.
 - A request waits at most `wait_max_s` over its whole life, whatever it waits for.
 - A load that a request has stopped waiting for, and every older one, it does not wait for again.
 - A load that has landed must have brought it further. If it did not, because vLLM does not keep
@@ -100,7 +100,7 @@ class SharedLoads:
     Its state: the loads that have begun and not ended, the oldest first, by the hashes of some of
     the blocks that each brings, and these hashes of each.
 
-    Bound: two entries for each load under way, and two for each `MARK_EVERY` blocks that it brings.
+    Bound: two entries for each load in flight, and two for each `MARK_EVERY` blocks that it brings.
 
     Args:
         wait_max_s: of one request, over its whole life.
@@ -153,7 +153,7 @@ class SharedLoads:
     def puts_off(self, wait: Wait, now_s: float) -> bool:
         """Whether a request waits, rather than computes, while loads of others hold the blocks.
 
-        They are under way: soon there are more blocks, or too few to compute in either.
+        They are in flight: soon there are more blocks, or too few to compute in either.
         """
         wait.asked_s, wait.is_put_off = now_s, wait.waited_s < self._wait_max_s
         return wait.is_put_off

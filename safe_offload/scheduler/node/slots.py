@@ -208,7 +208,7 @@ class NodeSlots(SlotPool):
                 return
 
     def _give(self, lot: int) -> bool:
-        """Give up a lot with what it holds; False if something in it is under way."""
+        """Release a lot with its contents; False if a slot in it is leased."""
         slots = self._table.range_of(lot)
         leased = [slot for slot in slots if slot in self._leased]
         hashes, being_stored = self.directory.hashes, self.directory.being_stored

@@ -189,7 +189,7 @@ class EagerStores(StorePolicy):
         """Store states of Mamba groups, whose block table says nothing about positions.
 
         vLLM hands over the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
-        requests that are not scheduled are left alone: they may never have been computed.
+        requests that are not scheduled are skipped: they may never have been computed.
         """
         block_state = getattr(output, "kv_connector_block_state", None)
         offers = getattr(block_state, "boundary_state_offloads", None)

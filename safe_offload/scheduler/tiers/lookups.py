@@ -145,7 +145,7 @@ class LookUp:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether what is still under way brings the request no further: it is behind a gap."""
+        """Whether fetches in flight cannot extend the hit, because they are behind a gap."""
         pairs = zip(self.fetches, self.starts, strict=True)
         late = [(fetch, start) for fetch, start in pairs if not fetch.is_whole]
         return not late or any(not fetch.ranks_left for fetch, start in late if start == late[0][1])

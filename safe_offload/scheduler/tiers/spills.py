@@ -2,7 +2,7 @@
 
 A block that waits to be spilled is not leased. When its turn comes it is looked up again: what the
 host has evicted by then is dropped, and counted. So the queue is no longer than there are slots,
-and holds nothing back. Few spills are under way at a time, of a bounded size, and lease their slots
+and holds nothing back. Few spills are in flight at a time, of a bounded size, and lease their slots
 until all ranks have read them.
 
 By default all that is stored is spilled. Where tiers take only what the host is about to evict, the
@@ -146,8 +146,7 @@ class Spills:
     def plan(self, generation: str) -> tuple[TierTransfer, ...]:
         """Return what is spilled from this step on.
 
-        While one spill is under way another is begun only if it is of full size, so that there are
-        few of them.
+        While a spill is in flight, another starts only at full size, so that there are few.
         """
         if self._hit_only and self._loads.new:
             self._look_at_hits()

@@ -6,8 +6,8 @@ than `usage` says, which is never more than the limit. What a killed process had
 taken until the next count. A process without a limit takes what it writes as well, so that those
 with one know of it.
 
-When little is left, one process counts what is there and evicts the least recently used; with
-tenants, of those who have most above their share of what stays (`_payments`). It holds
+When little is left, one process counts the objects and evicts the least recently used; with
+tenants, those of the tenants most over quota first (`_payments`). It holds
 `evict.lock`, which the kernel frees with its process. A count sees only what has been written, so
 it makes void what was taken ahead before (the generation in `usage`).
 

@@ -233,7 +233,7 @@ class GpuBackend:
             else:
                 yield from self._give_ranges(path, copy, lane, runs)
         except Exception as error:
-            # A part of it may be under way: it has failed when that has ended.
+            # Part of it may be in flight: it has failed when that has ended.
             completion.fail(f"{path.value}: {error}")
             self._demote(path, error)
 

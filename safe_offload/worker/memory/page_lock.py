@@ -6,7 +6,7 @@ pageable, which is slower and works; one that refuses a later slab, or a machine
 short, leaves a smaller pool.
 
 While a driver locks it lets other threads wait, and most of that time goes into touching pages. So
-they are touched before, and the driver is left alone for as long as it has been held.
+they are touched before, and the driver then gets a pause as long as the lock took.
 
 vLLM captures CUDA graphs meanwhile. Page-locking is unsafe in a capture: it fails and can end the
 engine (vllm#45850, #46933), unless the thread's capture mode is relaxed (`Locker.bind_thread`).
