@@ -1,6 +1,6 @@
-"""Measure what only developers measure: `python -m tests.benchmarks NAME`.
+"""Benchmarks for developers: `python -m tests.benchmarks NAME`.
 
-docs/benchmarks/method.md says how; `safe-offload bench` is for users.
+See docs/benchmarks/method.md; `safe-offload bench` is for users.
 """
 
 import argparse
@@ -19,33 +19,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
-        ("agents", "recorded coding agents against vLLM servers, with and without us"),
-        ("serve", "`vllm bench serve`: without us, with us, and with a KV pool that holds all"),
-        ("agents_engine", "the same in engines without servers, for a machine without a network"),
+        ("agents", "recorded coding agents on vLLM servers, with and without the connector"),
+        ("serve", "`vllm bench serve`: no connector, ours, and a KV pool that holds everything"),
+        ("agents_engine", "`agents` in engines without servers, for a machine without a network"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
-        ("tiers_engine", "engines that use a tier: computed, from the GPU, the host, the tier"),
-        ("transfer", "rate of the copies, against what the hardware gives"),
+        ("tiers_engine", "engines with a tier: TTFT recomputed, from the GPU, host and tier"),
+        ("transfer", "copy bandwidth relative to the hardware limit"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
-        ("growth", "how hook times grow with requests, blocks, pins, tenants, and so on"),
-        ("copies", "`transfer` with vLLM's own copies and with latencies"),
+        ("growth", "growth of hook times with requests, blocks, pins, tenants, and so on"),
+        ("copies", "`transfer`, plus vLLM's own copies and latencies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
-        ("breakdown", "where the time of a hit goes, from its arrival to its first token"),
-        ("beside", "what loads and stores, by kernel and by copy engines, cost the forward"),
-        ("link", "what one large copy reaches, by kind of page-locked memory, for some seconds"),
-        ("node", "two servers with one host cache: a hit of the neighbour's over one of its own"),
-        ("one_memory", "two processes that page-lock and copy one host memory"),
-        ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
-        ("large_host", "millions of slots: start, bytes of Python a slot, a step's time"),
-        ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
-        ("shared", "many requests at once with one prefix: how often it is loaded"),
-        ("storing", "what storing costs requests that never come back"),
-        ("preemption", "tokens computed again after preemptions, with and without us"),
-        ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
-        ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
-        ("tier_writes", "what a tier is given by its `store`: blocks written against hits"),
-        ("tenants", "hit rates of those that chat beside a flood, with quotas and without"),
-        ("held", "bytes that the host holds of a prompt, over those that attention reads"),
-        ("policies", "hit rates of the eviction policies, and what they cost"),
+        ("breakdown", "latency breakdown of a hit, from its arrival to its first token"),
+        ("beside", "slowdown of forward passes by loads and stores, by kernel and copy engines"),
+        ("link", "bandwidth of one large copy, by kind of page-locked memory"),
+        ("node", "two servers with one host cache: hits on the neighbor's blocks and on own ones"),
+        ("one_memory", "two processes that page-lock and copy the same host memory"),
+        ("layouts", "contiguous blocks: gain for copies, cost for the forward pass"),
+        ("large_host", "millions of slots: startup time, Python bytes per slot, step time"),
+        ("hits", "TTFT of a hit: loaded, recomputed, and as min_load_tokens=auto decides"),
+        ("shared", "many simultaneous requests with one prefix: how often it is loaded"),
+        ("storing", "cost of storing for requests without hits"),
+        ("preemption", "tokens recomputed after preemptions, with and without the connector"),
+        ("slow_tier", "whether a slow or dead tier delays any request, on virtual time"),
+        ("fleet", "two engines with a failing server or a bad network: correct, and never late"),
+        ("tier_writes", "write policies of a tier: blocks written against hits"),
+        ("tenants", "hit rates of chats beside a flood, with and without quotas"),
+        ("held", "bytes stored for a prompt, relative to those that attention reads"),
+        ("policies", "hit rates of the eviction policies, and their cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")
     return run(parser, argv)

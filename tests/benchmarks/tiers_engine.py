@@ -82,7 +82,7 @@ class EngineFound:
     prompt_tokens: int
 
     def ratio(self, source: str) -> float:
-        """Return how many times sooner than computed."""
+        """Return the speedup over computing."""
         return statistics.median(self.ttft_s[COMPUTED]) / statistics.median(self.ttft_s[source])
 
     @property
@@ -285,7 +285,7 @@ def _count_writes(engine: Any, _: None) -> dict[str, float]:
 
 
 def render(found: EngineFound) -> str:
-    rows: list[Sequence[str]] = [["time to first token", "ms", "times sooner than computed"]]
+    rows: list[Sequence[str]] = [["time to first token", "ms", "speedup over computing"]]
     for source in SOURCES:
         times_ms = [1e3 * seconds for seconds in found.ttft_s[source]]
         rows.append([source, median_and_spread(times_ms, ".1f"), f"{found.ratio(source):.1f}"])
