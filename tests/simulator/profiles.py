@@ -152,7 +152,7 @@ _RETUNED: FaultCounts = {FaultKind.TENANTS: 6}
 
 PROFILES: dict[str, Profile] = {
     "plain": Profile("one rank, full attention, no faults", copy_ticks_max=0),
-    "late-copies": Profile("copies end many steps later", copy_ticks_max=40),
+    "late-copies": Profile("copies complete many steps later", copy_ticks_max=40),
     "hybrid-gpu": Profile(
         "two windows and full attention on a GPU",
         replace(_GPU, groups=("full", "window:10", "window:5"), num_blocks=80, num_slots=120),
@@ -186,7 +186,7 @@ PROFILES: dict[str, Profile] = {
         ),
     ),
     "host-pressure": Profile(
-        "a host pool that evicts all the time, a small GPU pool",
+        "a host pool under constant eviction, a small GPU pool",
         EngineShape(num_slots=26, num_blocks=26, has_events=True),
         Workload(num_stems=8),
         faults=SQUEEZES,
@@ -241,14 +241,14 @@ PROFILES: dict[str, Profile] = {
         ),
     ),
     "shared-stalls": Profile(
-        "many requests wait for one load; copies stand still",
+        "many requests wait for one load; copies stall",
         replace(_HYBRID, has_streams=True, max_seqs=12),
         _TOGETHER,
         copy_ticks_max=40,
         faults={CopyFault.STALL: 60},
     ),
     "shared-sparse": Profile(
-        "many requests part; of windows and states there is what vLLM keeps by default",
+        "diverging requests; vLLM's default retention of windows and states",
         replace(
             _GPU,
             groups=("full", "window:10", "mamba@8"),
@@ -262,7 +262,7 @@ PROFILES: dict[str, Profile] = {
         faults={CopyFault.STALL: 20, CopyFault.FAIL: 4},
     ),
     "resets": Profile(
-        "resets under prompts that have begun and share a prefix; stores wait for room",
+        "resets during running prompts with a shared prefix; stores wait for slots",
         EngineShape(
             num_blocks=100,
             num_slots=90,
@@ -283,7 +283,7 @@ PROFILES: dict[str, Profile] = {
         ),
     ),
     "mamba-drafts": Profile(
-        "Mamba states with MTP drafts on a GPU; of states there is what vLLM keeps by default",
+        "Mamba states with MTP drafts on a GPU; default retention of states",
         EngineShape(
             recipe=Recipe("qwen3-next", "mtp", 2),
             num_draft_tokens=2,
@@ -296,7 +296,7 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=32, num_stems=2, num_steps=120, stem_tokens=90, tail_tokens=20),
     ),
     "failing": Profile(
-        "copies fail, are refused, stand still, on three ranks",
+        "copies fail, are rejected or stall, on three ranks",
         EngineShape(tensor_ranks=3, has_events=True),
         faults=COPY_FAULTS,
     ),
@@ -319,14 +319,14 @@ PROFILES: dict[str, Profile] = {
         faults={FaultKind.LOADS_FAIL: 4},
     ),
     "all-faults": Profile(
-        "everything goes wrong on two ranks with hybrid groups",
+        "all faults, on two ranks with hybrid groups",
         replace(_HYBRID, tensor_ranks=2, is_async=True, has_streams=True, extra=_STRICT),
         Workload(num_aborts=20, num_resets=6, num_reused_ids=8),
         copy_ticks_max=24,
         faults=ALL_FAULTS,
     ),
     "remote-first": Profile(
-        "NIXL's stand-in is asked first: prompts brought and sent on, on a GPU",
+        "simulated NIXL comes first: prompts received and sent, on a GPU",
         EngineShape(
             groups=("full", "window:10"),
             num_blocks=70,
@@ -342,7 +342,7 @@ PROFILES: dict[str, Profile] = {
         copy_ticks_max=24,
     ),
     "remote-last": Profile(
-        "NIXL's stand-in is asked last, copies fail, are refused, stand still",
+        "simulated NIXL comes last; copies fail, are rejected or stall",
         EngineShape(
             num_blocks=50,
             num_slots=80,
@@ -357,7 +357,7 @@ PROFILES: dict[str, Profile] = {
         settles=True,
     ),
     "tenants": Profile(
-        "four salts in a host pool that evicts, with guarantees that change",
+        "four salts in an evicting host pool, with changing quotas",
         EngineShape(num_slots=48, num_blocks=30, has_events=True, extra={"tenants": TENANTS_FILE}),
         _SALTED,
         faults=_RETUNED,
@@ -376,14 +376,14 @@ PROFILES: dict[str, Profile] = {
         faults={**_RETUNED, **COPY_FAULTS},
     ),
     "tiers": Profile(
-        "a host pool that evicts, a tier that keeps: one engine after another",
+        "an evicting host pool, a tier without eviction: one engine after another",
         EngineShape(num_slots=60, num_blocks=26, has_events=True, extra=tier_settings()),
         Workload(num_requests=32, num_stems=8, num_steps=120),
         tiers=(TierOptions(),),
         num_lives=2,
     ),
     "tiers-tenants": Profile(
-        "the same with four salts and guarantees that change",
+        "the same with four salts and changing quotas",
         EngineShape(
             num_slots=60, num_blocks=26, extra={**tier_settings(), "tenants": TENANTS_FILE}
         ),
@@ -435,7 +435,7 @@ PROFILES: dict[str, Profile] = {
         num_engines=2,
     ),
     "tiers-far": Profile(
-        "two engines, each with a near tier; a far one with latency, whose connections are lost",
+        "two engines, each with a near tier and a far one with latency and lost connections",
         EngineShape(
             num_blocks=32,
             num_slots=90,
@@ -467,7 +467,7 @@ PROFILES: dict[str, Profile] = {
         num_engines=2,
     ),
     "pins": Profile(
-        "pins, hints and requests that leave nothing; a tier takes what was hit",
+        "pins, hints and no-store requests; a tier that stores hits only",
         EngineShape(
             num_slots=60,
             num_blocks=26,
@@ -503,7 +503,7 @@ PROFILES: dict[str, Profile] = {
         num_engines=3,
     ),
     "pins-tenants": Profile(
-        "pins of four salts, with guarantees that change",
+        "pins of four salts, with changing quotas",
         EngineShape(
             num_slots=60,
             num_blocks=26,
