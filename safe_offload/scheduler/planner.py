@@ -77,7 +77,7 @@ class PlannerOptions:
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
         pin_share: see `Pins`.
-        reads_hints: do what hints ask for.
+        reads_hints: honor request hints.
         tells_media_ids, new_generation: see `TierContext`.
     """
 
