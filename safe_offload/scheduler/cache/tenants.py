@@ -188,7 +188,7 @@ class TenantSlots(SlotPool):
             self._num_pinned[self.by_tenant.owners[slot]] -= 1
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
-        """See `SlotPool`; tenants that pinned more than their share are evicted first."""
+        """See `SlotPool`; tenants that pinned more than their share lose pins first."""
         owners = {self.by_tenant.owners[slot] for slot in slots}
         guaranteed = self.by_tenant.guaranteed
         return self.num_overpinned() > 0 and any(
