@@ -85,8 +85,8 @@ class Loads:
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
-        self._unrun: set[RequestState] = set()  # their loads have ended as `holds_up` says
-        self._holders: dict[RequestState, None] = {}  # of these, who was not seen without blocks
+        self._unrun: set[RequestState] = set()  # whose load has failed since they ran last
+        self._holders: dict[RequestState, None] = {}  # who may hold blocks as `holds_up` says
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -156,7 +156,6 @@ class Loads:
             return None if is_loading and self._shared_loads.puts_off(wait, now_s) else 0
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
-            self._unrun.discard(state)  # it has given back what it had loaded before a reset
             state.move(Phase.MATCHED)
         elif self._unrun:
             # vLLM found too few blocks, and may have reserved them for one that holds none now.
@@ -375,7 +374,8 @@ class Loads:
         """
         self.progress[state].must_compute = True
         if not state.finished:
-            self._hold_up(state)
+            self._unrun.add(state)
+            self._holders[state] = None
 
     def holds_up(self) -> bool:
         """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
@@ -390,10 +390,6 @@ class Loads:
                 return True
             del self._holders[state]  # it takes others only to run
         return False
-
-    def _hold_up(self, state: RequestState) -> None:
-        self._unrun.add(state)
-        self._holders[state] = None
 
     def _has_run(self, state: RequestState) -> None:
         self._unrun.discard(state)
@@ -414,7 +410,7 @@ class Loads:
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
         if state.is_announced and state.holds_blocks:
-            self._hold_up(state)
+            self._holders[state] = None
         self.drop_hit(state)
         self.progress[state].wait.call_off()
 
