@@ -33,7 +33,7 @@ from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.observe.served import ServedStats
-from safe_offload.protocol import EMPTY_PLAN, StepPlan
+from safe_offload.protocol import EMPTY_PLAN, StepPlan, StepReport
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
@@ -216,7 +216,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 namespace_facts_of, self._vllm_config, self._kv_cache_config
             ),
         )
-        return WorkerBridge(opening)
+        is_beside_scheduler = engine_config.is_worker_beside_scheduler(parallel)
+        return WorkerBridge(opening, is_beside_scheduler=is_beside_scheduler)
 
     def _contain(self, hook: str, error: Exception, report: object = None) -> None:
         if self._config.verify_invariants and isinstance(error, InvariantError):
@@ -320,12 +321,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._num_model_loads != self.model_loads.count:
             self._model_has_loaded()  # before anything is published
+        report = connector_output.kv_connector_worker_meta
         try:
+            if isinstance(report, StepReport):
+                report = connector_output.kv_connector_worker_meta = report.completed()
             self.scheduler.update_connector_output(connector_output)
             if self._is_watched:
                 self._watch(connector_output)
         except Exception as error:
-            report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
 
     def _watch(self, connector_output: KVConnectorOutput) -> None:

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from safe_offload.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
@@ -296,6 +296,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
     Attributes:
         lost_ranks: ranks that cannot copy and never will, reported once.
+        later: of a worker on the scheduler's own thread, which is asked what has settled when the
+            report is read; such a report is never sent.
     """
 
     outcomes: tuple[Outcome, ...] = ()
@@ -304,6 +306,14 @@ class StepReport(KVConnectorWorkerMetadata):
     lost_ranks: tuple[int, ...] = ()
     host_facts: tuple[HostFacts, ...] = ()
     presences: tuple[Presence, ...] = ()
+    later: Callable[[], StepReport] | None = field(default=None, compare=False, repr=False)
+
+    def completed(self) -> StepReport | None:
+        """Return it with what `later` tells; None for nothing."""
+        if self.later is None:
+            return self
+        whole = replace(self, later=None).aggregate(self.later())
+        return whole if whole != StepReport() else None
 
     def __bool__(self) -> bool:
         """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
@@ -320,4 +330,5 @@ class StepReport(KVConnectorWorkerMetadata):
             self.lost_ranks + other.lost_ranks,
             self.host_facts + other.host_facts,
             self.presences + other.presences,
+            self.later or other.later,
         )

@@ -113,10 +113,14 @@ def test_a_worker_knows_whether_vllm_has_started_a_process_for_it(
     def run_by(config: VllmConfig) -> None:
         config.parallel_config.distributed_executor_backend = executor
 
-    openings: list[Opening] = []
-    monkeypatch.setattr(bridge, "WorkerBridge", openings.append)
+    made: list[tuple[bool, bool]] = []
+
+    def make(opening: Opening, *, is_beside_scheduler: bool) -> None:
+        made.append((opening.is_child, is_beside_scheduler))
+
+    monkeypatch.setattr(bridge, "WorkerBridge", make)
     make_connector(KVConnectorRole.WORKER, run_by)
-    assert [opening.is_child for opening in openings] == [is_child]
+    assert made == [(is_child, not is_child)]
 
 
 def launch(config: VllmConfig, num_ranks: int = 2) -> None:

@@ -183,6 +183,14 @@ def are_workers_here(parallel: Any) -> bool:
     return is_here and int(parallel.data_parallel_size_local) > 0
 
 
+def is_worker_beside_scheduler(parallel: Any) -> bool:
+    """Return whether the only worker runs in the scheduler's process, on the same thread.
+
+    Source: vLLM 0.32.0, v1/executor/uniproc_executor.py.
+    """
+    return bool(parallel.distributed_executor_backend == "uni")
+
+
 def num_ranks_on_host(parallel: Any) -> int:
     """Return how many workers take memory of this machine, of all data-parallel engines on it."""
     num_ranks = getattr(parallel, "local_world_size", parallel.world_size)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.errors import TransferError
@@ -69,6 +70,7 @@ class WorkerBridge(WorkerSide):
 
     Args:
         opening: opens the transfers once vLLM has allocated its KV cache.
+        is_beside_scheduler: in its process and on its thread, which may ask again what has settled.
 
     Attributes:
         opened: None before that, and after `shutdown`.
@@ -76,8 +78,9 @@ class WorkerBridge(WorkerSide):
 
     has_changed = True  # always: it is not noted what is counted here
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, *, is_beside_scheduler: bool = False) -> None:
         self._opening = opening
+        self._is_beside_scheduler = is_beside_scheduler
         self._rank = opening.rank
         self.opened: Opened | None = None
         self._left_behind: Opened | None = None
@@ -92,7 +95,7 @@ class WorkerBridge(WorkerSide):
         self._may_wait = False
         self._is_gathered = False  # what the next report tells, by `count_into`
         # Submitted and not drained; drained or failed and not reported.
-        self._running: set[int] = set()
+        self._running: dict[int, Direction] = {}
         self._outcomes: list[Outcome] = []
         self._bad_slots: list[BadSlots] = []
         self._presences: list[Presence] = []
@@ -239,13 +242,30 @@ class WorkerBridge(WorkerSide):
             if num_slots > self._reported_num_slots:
                 self._reported_num_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
-        presences = tuple(self._presences)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
-        if not (self._outcomes or capacities or self._bad_slots or lost or facts or presences):
+        has_settled = self._outcomes or self._bad_slots or self._presences
+        later = None
+        if self._is_beside_scheduler and (has_settled or self._is_loading):
+            later = self.report_settled
+        elif not (has_settled or capacities or lost or facts):
             return None
-        outcomes, bad_slots = tuple(self._outcomes), tuple(self._bad_slots)
+        settled = StepReport() if later else self.report_settled()
+        return replace(
+            settled, capacities=capacities, lost_ranks=lost, host_facts=facts, later=later
+        )
+
+    def report_settled(self) -> StepReport:
+        """Return what has settled, up to this moment if a load runs, and was not reported.
+
+        vLLM reads what a step has reported when it has given the worker one step more. On the
+        scheduler's thread it learns then what that one has found, too, and what has settled since,
+        so that a request whose load has landed runs a step sooner, or two.
+        """
+        if self.opened is not None and self._is_beside_scheduler and self._is_loading:
+            self._drain(self.opened)
+        settled = tuple(self._outcomes), (), tuple(self._bad_slots), (), (), tuple(self._presences)
         self._outcomes, self._bad_slots, self._presences = [], [], []
-        return StepReport(outcomes, capacities, bad_slots, lost, facts, presences)
+        return StepReport(*settled)
 
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took.
@@ -323,9 +343,13 @@ class WorkerBridge(WorkerSide):
             opened.transfers.wait_for_news(IDLE_WAIT_S)
             self._drain(opened)
 
+    @property
+    def _is_loading(self) -> bool:
+        return Direction.LOAD in self._running.values()
+
     def _drain(self, opened: Opened) -> None:
         for transfer_id, failure in opened.transfers.drain():
-            self._running.discard(transfer_id)
+            self._running.pop(transfer_id, None)
             self._outcomes.append(Outcome(self._rank, transfer_id, failure))
         if opened.tiers is not None:
             answers = opened.tiers.drain()
@@ -365,7 +389,7 @@ class WorkerBridge(WorkerSide):
             return
         try:
             self.opened.transfers.submit(direction, mine, mark)
-            self._running.add(transfer.transfer_id)
+            self._running[transfer.transfer_id] = direction
         except Exception:
             logger.exception("Transfer %d could not be queued", transfer.transfer_id)
             self._fail(transfer, FailureReason.COPY_FAILED)

@@ -34,6 +34,25 @@ def test_pipeline_stages_with_drafts_get_from_the_host_what_the_gpu_had(make_rig
     rig.check_idle()
 
 
+def test_what_a_worker_beside_the_scheduler_has_finished_is_known_without_a_step_between(
+    make_rig,
+):
+    """With asynchronous scheduling vLLM reads a report when one more step was given away."""
+    rig = make_rig(is_async=True, has_streams=True, is_in_process=True)
+    prompt = rig.warm()
+    rig.hold_copies(True)
+    rig.add("again", prompt)
+    rig.step_until(lambda: rig.plans and rig.plans[-1].loads)
+    rig.step()
+    (worker,) = rig.workers
+    rig.hold_copies(False)
+    while worker.transfers.statistics().unsettled_ids:
+        worker.pause(worker.rank)
+    steps = [rig.step(), rig.step()]
+    assert ["again" in step.scheduled.num_scheduled_tokens for step in steps] == [False, True]
+    rig.finish(again=4)
+
+
 # ---- I1: a reported hit stays ------------------------------------------------------------------
 
 

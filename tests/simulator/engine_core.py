@@ -267,6 +267,8 @@ class EngineCore(Stepper):
                 self._let_ranks_run()
                 self.findings.raise_first()
                 return scheduled
+            if self.shape.is_in_process:
+                self._let_ranks_run()
         if self.queue:
             self._finish_step(self.queue.popleft())
         self.findings.raise_first()
@@ -303,7 +305,7 @@ class EngineCore(Stepper):
     def _let_ranks_run(self) -> None:
         for worker in self.workers:
             count = self.chance.below(self.queue_size + 1, "lag", self.num_steps, worker.rank)
-            self._run_rank(worker, count)
+            self._run_rank(worker, self.queue_size if self.shape.is_in_process else count)
             self._pause(worker.rank)
 
     def _run_rank(self, worker: Worker, count: int) -> None:

@@ -157,6 +157,11 @@ PROFILES: dict[str, Profile] = {
         "two windows and full attention on a GPU",
         replace(_GPU, groups=("full", "window:10", "window:5"), num_blocks=80, num_slots=120),
     ),
+    "one-process": Profile(
+        "one window, in the scheduler's process; copies fail and bits flip, with verify",
+        replace(_GPU, groups=("full", "window:10"), is_in_process=True, extra=_STRICT),
+        faults={**COPY_FAULTS, FaultKind.FLIP: 40},
+    ),
     "mla-shared": Profile(
         "MLA on three ranks that share one copy",
         EngineShape(

@@ -31,6 +31,8 @@ class EngineShape:
     # The ranks of a stage hold the same words and keep one copy on the host.
     is_replicated: bool = False
     is_async: bool = False  # asynchronous scheduling: two steps in flight
+    # The only rank runs in the scheduler's process, on its thread (vLLM's executor "uni").
+    is_in_process: bool = False
     # VLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
     is_v2: bool = False
     has_streams: bool = False  # a GPU; otherwise vLLM's CPU engine
@@ -163,8 +165,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     parallel.pipeline_parallel_size = shape.pipeline_ranks
     parallel.world_size = shape.num_ranks
     parallel.rank = rank
-    if shape.is_replicated:
-        parallel.distributed_executor_backend = "mp"
+    parallel.distributed_executor_backend = "uni" if shape.is_in_process else "mp"
     config.kv_transfer_config.kv_connector_extra_config = {
         "num_cpu_blocks": shape.num_slots,
         # Steps and copies take what the seed says, so whether a hit pays is not to be asked.

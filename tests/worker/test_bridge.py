@@ -69,6 +69,7 @@ class Worker:
         rank: int = RANK,
         ranks_per_copy: int = 1,
         num_blocks: int = BLOCKS,
+        is_beside_scheduler: bool = False,
         **opening: Any,
     ) -> None:
         self.rank = rank
@@ -109,7 +110,7 @@ class Worker:
             ),
             **opening,
         )
-        self.bridge = WorkerBridge(self.opening)
+        self.bridge = WorkerBridge(self.opening, is_beside_scheduler=is_beside_scheduler)
         self.reports: list[StepReport] = []
 
     def _open_backend(self, storage, device, layout, host, config) -> tuple[Any, Any]:
@@ -315,6 +316,22 @@ def test_a_store_after_the_forward_takes_what_the_forward_wrote(worker, order):
     worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)))
     worker.settle()
     assert worker.read_block(6)[0] == 44
+
+
+def test_beside_the_scheduler_a_report_tells_what_has_settled_when_it_is_read(make_worker):
+    worker = make_worker(is_beside_scheduler=True).register()
+    worker.step(StepPlan(stores_after_forward=(Transfer(1, ids_of([4]), ids_of([4])),)))
+    wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
+    worker.reports.clear()
+    worker.step(StepPlan(loads=(Transfer(2, ids_of([6]), ids_of([4])),)))
+    worker.step(EMPTY_PLAN)
+    wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
+    first, *_ = worker.reports
+    assert first.outcomes == ()
+    assert first.completed().outcomes == (Outcome(RANK, 1), Outcome(RANK, 2))
+    assert [report.completed() for report in worker.reports] == [None] * len(worker.reports)
+    worker.step(EMPTY_PLAN)
+    assert not any(report.later for report in worker.reports[2:]), "nothing is under way"
 
 
 def test_without_streams_a_load_ends_beside_the_forward(worker):

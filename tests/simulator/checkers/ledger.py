@@ -1,7 +1,8 @@
 """A book of all transfers, kept from what crosses between the two processes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from safe_offload.protocol import (
@@ -180,6 +181,9 @@ class Ledger:
             if len(record.reported) == self._core.shape.num_ranks:
                 record.over_at = self._core.num_steps
                 self._open.pop(outcome.transfer_id, None)
+        if report is not None and report.later is not None:
+            later: Any = partial(self._see_report, report.later)
+            report = replace(report, later=later)
         return report
 
     def _see_output(self, original: Callable[[Any], None], output: Any) -> None:
