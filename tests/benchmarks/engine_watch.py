@@ -5,13 +5,20 @@
 processes of a machine on Linux, and vLLM's own for `queued_ts` and `first_token_ts`.
 """
 
+import ctypes
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from safe_offload.commands.bench.engine_process import Answer, Question, answer
+
+ONE_COPY_BYTES = 256 << 20
+ONE_COPY_TIMES = 9
 
 
 class WorkerProbe:
@@ -29,6 +36,13 @@ class WorkerProbe:
 
     def take_probe(self) -> dict[str, Any]:
         return self._probe.take()
+
+    def time_one_copy(self, size_bytes: int) -> float:
+        """Return the seconds of one copy from host memory, over whatever the KV cache holds."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        opened = get_kv_transfer_group().worker.opened
+        return time_one_copy(opened.storage, opened.backend.host.tensor, size_bytes)
 
 
 class Recorder:
@@ -57,7 +71,10 @@ class Recorder:
         """Note when transfers are submitted, when their copies run, and when they are reported."""
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.copies.cpu import CpuBackend
+        from safe_offload.worker.copies.device import Device
+        from safe_offload.worker.copies.driver import Driver
         from safe_offload.worker.copies.gpu import GpuBackend
+        from safe_offload.worker.copies.ranges import RangeTable
         from safe_offload.worker.transfers import Transfers
 
         def submitted(
@@ -75,14 +92,25 @@ class Recorder:
             completion.future.add_done_callback(ended)
 
         def reported(_begin_s: float, report: Any, _self: Any) -> None:
-            if report is not None:
-                ids = tuple(outcome.transfer_id for outcome in report.outcomes)
-                self.reports.append((time.monotonic(), ids))
+            ids = tuple(outcome.transfer_id for outcome in report.outcomes)
+            self.reports.append((time.monotonic(), ids))
+
+        def described(begin_s: float, found: Any, _table: Any, what: Any) -> None:
+            part = (what.direction.value, begin_s, time.monotonic(), len(found))
+            self.descriptors.append(part)
+
+        def given(_begin_s: float, _none: None, *_: Any) -> None:
+            self.given.append(time.monotonic())
 
         _note_calls(Transfers, "submit", submitted)
+        _note_calls(RangeTable, "runs", described)
+        _note_calls(RangeTable, "ranges", described)
+        _note_calls(Driver, "copy_batch", given)
+        _note_calls(Driver, "copy_each", given)
+        _note_calls(Device, "launch", given)
         _note_calls(CpuBackend, "issue", issued)
         _note_calls(GpuBackend, "issue", issued)
-        _note_calls(WorkerBridge, "build_connector_worker_meta", reported)
+        _note_calls(WorkerBridge, "report_settled", reported)
 
     def take(self) -> dict[str, Any]:
         taken = dict(vars(self))
@@ -90,6 +118,9 @@ class Recorder:
         self.submits: list[tuple[float, str, int]] = []  # time, direction, transfer id
         self.copies: list[tuple[str, float, float, int]] = []  # direction, begin, end, bytes
         self.reports: list[tuple[float, tuple[int, ...]]] = []  # time, transfer ids
+        # Of runs of blocks and of ranges: direction, begin, end, number.
+        self.descriptors: list[tuple[str, float, float, int]] = []
+        self.given: list[float] = []  # when the driver had taken a piece of a copy
         return taken
 
 
@@ -105,6 +136,27 @@ def _note_calls(owner: type, name: str, note: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, noted)
+
+
+def time_one_copy(storage: Any, host: Any, size_bytes: int) -> float:
+    """Time one contiguous copy from host memory, the median of some.
+
+    Args:
+        storage: torch's, of the KV cache. It is written over.
+        host: page-locked in pieces, so that the first one's rate stands for all.
+    """
+    part: int = min(size_bytes, ONE_COPY_BYTES, storage.nbytes(), host.nbytes)
+    target = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)[:part]
+    taken_s = []
+    for _ in range(ONE_COPY_TIMES):
+        begin_s = time.perf_counter()
+        if target.is_cuda:
+            target.copy_(host.view(torch.uint8)[:part], non_blocking=True)
+            torch.cuda.synchronize(target.device)
+        else:
+            ctypes.memmove(target.data_ptr(), host.data_ptr(), part)
+        taken_s.append(time.perf_counter() - begin_s)
+    return statistics.median(taken_s) * size_bytes / part
 
 
 # ---- in the front end's process ----------------------------------------------------------------

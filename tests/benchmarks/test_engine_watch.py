@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 
 from safe_offload.protocol import StepPlan, Transfer
-from safe_offload.worker.bridge import WorkerBridge
-from safe_offload.worker.copies.cpu import CpuBackend
-from safe_offload.worker.copies.gpu import GpuBackend
-from safe_offload.worker.transfers import Transfers
 from tests.benchmarks import engine_watch
 from tests.benchmarks.engine_watch import WorkerProbe
+from tests.benchmarks.test_beside import WATCHED
 from tests.worker.test_bridge import SLOT_BYTES, Worker
 
 
@@ -33,12 +30,7 @@ class WatchedWorker(WorkerProbe):
 @pytest.fixture
 def probe(monkeypatch):
     """A probe that has started; what it has wrapped is unwrapped when the test has ended."""
-    for owner, name in (
-        (Transfers, "submit"),
-        (CpuBackend, "issue"),
-        (GpuBackend, "issue"),
-        (WorkerBridge, "build_connector_worker_meta"),
-    ):
+    for owner, name in WATCHED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     found = WatchedWorker()
     found.start_probe()
