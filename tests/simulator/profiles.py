@@ -159,7 +159,7 @@ PROFILES: dict[str, Profile] = {
     ),
     "one-process": Profile(
         "one window, in the scheduler's process; copies fail and bits flip, with verify",
-        replace(_GPU, groups=("full", "window:10"), is_in_process=True, extra=_STRICT),
+        replace(_HYBRID, has_streams=True, is_async=True, is_in_process=True, extra=_STRICT),
         faults={**COPY_FAULTS, FaultKind.FLIP: 40},
     ),
     "mla-shared": Profile(
