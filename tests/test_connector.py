@@ -448,7 +448,7 @@ def test_invariants_are_checked_only_where_they_were_asked_for(make_connector, m
         monkeypatch.setattr(planner, "update_connector_output", lambda output: None)
         monkeypatch.setattr(planner, "check_invariants", lambda: checks.append(1))
         connector.build_connector_meta(None)
-        connector.update_connector_output(None)
+        connector.update_connector_output(KVConnectorOutput())
         assert len(checks) == (2 if wanted else 0)
 
 
