@@ -24,7 +24,8 @@ _LOG_TAIL_LINES = 30
 SPIN_S = 1.2
 """For 1 s after its last message a worker spins on its core, which the next engine needs.
 
-Source: `SpinCondition` in vllm/distributed/device_communicators/shm_broadcast.py (0.32.0).
+Only where it is a process of its own: on a CPU, or one of several GPUs. Source: `SpinCondition` in
+vllm/distributed/device_communicators/shm_broadcast.py (0.32.0).
 """
 
 Run = Callable[[Connection, "EngineOptions"], None]
@@ -52,6 +53,7 @@ class Started:
     max_concurrency: float  # requests of max_model_len tokens that the KV pool holds
     max_model_len: int
     block_size: int
+    spin_s: float = SPIN_S  # after an answer, for which the next engine waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,16 @@ class Turns:
     def __init__(self, clock: Any = time) -> None:
         self._clock = clock  # has `monotonic` and `sleep`
         self._last: object = None
-        self._answered_s = 0.0
+        self._free_s = 0.0
 
     def begin(self, engine: object) -> None:
-        """Wait, if another engine has answered within `SPIN_S`."""
+        """Wait, if another engine has answered and still spins."""
         if self._last not in (None, engine):
-            self._clock.sleep(max(0.0, self._answered_s + SPIN_S - self._clock.monotonic()))
+            self._clock.sleep(max(0.0, self._free_s - self._clock.monotonic()))
 
-    def end(self, engine: object) -> None:
+    def end(self, engine: object, spin_s: float = SPIN_S) -> None:
         """Note that an engine has answered."""
-        self._last, self._answered_s = engine, self._clock.monotonic()
+        self._last, self._free_s = engine, self._clock.monotonic() + spin_s
 
 
 _turns = Turns()
@@ -104,6 +106,7 @@ class EngineProcess:
     ) -> None:
         self.name = name
         self._log_path = log_path
+        self._spin_s = SPIN_S
         context = mp.get_context("spawn")
         self._connection, child_connection = context.Pipe()
         # Not a daemon: those may not have children, and vLLM's engine runs in one.
@@ -125,6 +128,7 @@ class EngineProcess:
         """Return the engine's figures; raise SafeOffloadError if it does not start."""
         started = self.receive(timeout_s)
         assert isinstance(started, Started)
+        self._spin_s = started.spin_s
         return started
 
     def call(
@@ -137,12 +141,16 @@ class EngineProcess:
         _turns.begin(self)
         self._connection.send((function, question))
         answered: Answered = self.receive(timeout_s)
-        _turns.end(self)
+        _turns.end(self, self._spin_s)
         return answered
 
-    def stop(self, timeout_s: float = 60.0) -> None:
+    def tell_to_stop(self) -> None:
+        """Tell the engine to end, which `stop` waits for."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        self.tell_to_stop()
         self._process.join(timeout_s)
         # The child leads a process group of its own, in which the engine and its workers are.
         assert self._process.pid is not None
@@ -201,6 +209,7 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
         max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
         max_model_len=vllm_config.model_config.max_model_len,
         block_size=cache_config.block_size,
+        spin_s=SPIN_S if _has_workers(vllm_config.parallel_config) else 0.0,
     )
     # An end of the pipe that is gone means that the benchmark is, and this process waits for its
     # engine's when it ends: an engine that is not told to end would live for ever.
@@ -211,6 +220,11 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
             connection.send((False, function(engine, question)))
     # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
     engine.llm_engine.engine_core.shutdown(timeout=30.0)
+
+
+def _has_workers(parallel_config: Any) -> bool:
+    """Whether the engine has workers in processes of their own."""
+    return bool(parallel_config.distributed_executor_backend != "uni")
 
 
 def _fit_model_len(options: EngineOptions) -> dict[str, Any]:
@@ -231,12 +245,12 @@ def _fit_model_len(options: EngineOptions) -> dict[str, Any]:
 
 def answer(engine: Any, question: Question) -> Answer:
     """Run one request alone and measure it."""
-    before = _count_prompt_tokens(engine)
+    before = count_prompt_tokens(engine)
     start = time.perf_counter()
     prompts, numbers = [question.prompt_token_ids], [question.num_answer_tokens]
     (output,) = generate(engine, prompts, numbers, question.num_load_tokens_max)
     total_s = time.perf_counter() - start
-    after = _count_prompt_tokens(engine)
+    after = count_prompt_tokens(engine)
     return Answer(
         ttft_s=output.metrics.first_token_latency,
         total_s=total_s,
@@ -265,7 +279,7 @@ def generate(
     return outputs
 
 
-def _count_prompt_tokens(engine: Any) -> dict[str, int]:
+def count_prompt_tokens(engine: Any) -> dict[str, int]:
     """Return the engine's counters of prompt tokens so far, by where they came from.
 
     Source: `PromptTokenStats` in vllm/v1/metrics/stats.py (0.32.0).

@@ -4,7 +4,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from safe_offload.commands.bench.engine_process import SPIN_S, EngineOptions, Turns, _answer_calls
+from safe_offload.commands.bench.engine_process import (
+    SPIN_S,
+    EngineOptions,
+    Turns,
+    _answer_calls,
+    _has_workers,
+)
 
 
 class Clock:
@@ -36,6 +42,17 @@ def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning():
     clock.now_s = 120.0
     turns.begin("a")
     assert clock.now_s == 120.0, "it has stopped long ago"
+    turns.end("a", spin_s=0.0)
+    turns.begin("b")
+    assert clock.now_s == 120.0, "it has no worker that spins"
+
+
+def test_only_workers_in_processes_of_their_own_spin():
+    """On one GPU the worker is the engine itself: a turn began 1.2 s late for nothing."""
+    config = MagicMock(distributed_executor_backend="uni")
+    assert not _has_workers(config)
+    config.distributed_executor_backend = "mp"
+    assert _has_workers(config)
 
 
 @pytest.mark.parametrize(
