@@ -14,6 +14,9 @@ from typing import Any
 
 from safe_offload.compat.versions import version_of
 
+COMMIT_FILE = ".commit"
+"""In a checkout that was packed without git; see tests/gpu/pack."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -79,7 +82,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average_before": list(os.getloadavg()),
         "system": platform.platform(),
         "versions": {name: found for name in packages if (found := version_of(name))},
-        "commit": _commit(),
+        "commit": commit_of(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -95,9 +98,15 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
-def _commit() -> str:
-    """Return the commit of this checkout, with a + if files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+def commit_of(root: Path = Path(__file__).parents[3]) -> str:
+    """Return the commit of a checkout, with a + if files differ from it.
+
+    One that was packed without git has it in a file.
+    """
+    packed = root / COMMIT_FILE
+    if packed.is_file():
+        return packed.read_text(encoding="utf-8").strip()
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

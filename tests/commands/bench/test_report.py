@@ -4,8 +4,10 @@ import argparse
 import json
 
 from safe_offload.commands.bench.report import (
+    COMMIT_FILE,
     Report,
     add_output_arguments,
+    commit_of,
     describe_machine,
     median_and_spread,
     publish,
@@ -50,3 +52,9 @@ def test_the_machine_is_described_by_what_matters_to_a_figure():
     assert "torch" in machine["versions"]
     assert len(machine["load_average_before"]) == 3
     assert machine["date"].endswith("UTC")
+
+
+def test_a_checkout_that_was_packed_without_git_knows_its_commit(tmp_path):
+    assert commit_of(tmp_path) == "unknown"
+    (tmp_path / COMMIT_FILE).write_text("abc1234\n")
+    assert commit_of(tmp_path) == "abc1234"
