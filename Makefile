@@ -10,7 +10,7 @@
 #   SIM_ARGS='--list'     passed to the simulator
 #   REPOSITORY=https://…  the address of the repository, in the metadata of `make dist` and on `make site`
 #   VLLM=0.33.0           the vLLM of `make test-compat`
-#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='busy layouts': only
+#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='llama layouts': only
 #                         these; SMALL=1: on the CPU, to try the steps
 
 SHELL := /bin/bash
@@ -72,7 +72,7 @@ AIPERF_VENV := .venv-aiperf
 AIPERF_READY := $(AIPERF_VENV)/.ready
 AIPERF_VERSION := 0.13.0
 
-.PHONY: help venv servers aiperf demo demo-wheel demo-fleet closure site dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign needs-gpu \
+.PHONY: help venv servers aiperf demo demo-wheel demo-fleet closure site dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -147,6 +147,9 @@ bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: do
 gpu-campaign: ## all that a GPU has to tell, the most telling first, within BUDGET_S seconds; called again, it goes on
 	@$(or $(and $(SMALL),$(BIN)/python),$(GPU_PYTHON)) -m tests.gpu.campaign --budget-s '$(BUDGET_S)' --folder '$(CAMPAIGN)' \
 		$(if $(SMALL),--small) $(if $(STEPS),--steps $(STEPS))
+
+gpu-pack: venv ## build/gpu-pack: vLLM, this checkout and what they need, for a machine with a GPU and no network
+	@$(BIN)/python -m tests.gpu.pack --vllm '$(VLLM_VERSION)' --wheels build/gpu-wheels --out build/gpu-pack --rehearse
 
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
