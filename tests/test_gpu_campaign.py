@@ -21,7 +21,16 @@ from safe_offload.commands.doctor.vllm_facts import MARK
 from tests.benchmarks import __main__ as benchmarks
 from tests.gpu import campaign, figures, shapes
 from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts, read_end
-from tests.gpu.steps import FIGURES, ROOT, Step, find_gpu_tests, make_steps
+from tests.gpu.steps import (
+    BUDGET_S,
+    FIGURES,
+    ROOT,
+    UNPACKED_S,
+    Step,
+    find_gpu_tests,
+    first_steps,
+    make_steps,
+)
 from tests.worker.waiting import wait_until
 
 GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="", num_gpus=1)
@@ -205,9 +214,26 @@ def test_without_a_gpu_nothing_runs_and_it_says_so(tmp_path, monkeypatch, capsys
 def test_every_file_with_tests_of_a_gpu_is_a_step_and_names_are_folders():
     steps = make_steps(sys.executable)
     names = [step.name for step in steps]
-    assert {file.stem for file in find_gpu_tests()} < {*names}
+    words = {word for step in steps for word in step.command}
+    assert {str(file.relative_to(ROOT)) for file in find_gpu_tests()} < words
     assert len({*names}) == len(names)
     assert not [name for name in names if "/" in name]
+
+
+def test_what_proves_most_fits_into_one_call_on_a_machine_that_has_nothing_yet(capsys):
+    steps = first_steps(sys.executable)
+    names = ["smoke", "llama", "return-gemma3", "return-mla", "link", "breakdown", "layouts"]
+    assert [step.name for step in steps] == names
+    sum_s = UNPACKED_S + sum(step.estimate_s for step in steps)
+    assert sum_s <= BUDGET_S - STOP_S
+    assert campaign.main(["--list"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1 + len(names)].split() == [
+        "layouts",
+        f"{steps[-1].estimate_s:.0f}",
+        f"{sum_s:.0f}",
+    ]
+    assert len(told) == 2 + len(make_steps(sys.executable))
 
 
 @pytest.mark.parametrize("is_small", [False, True])
@@ -242,7 +268,7 @@ def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "return-llama" else [])
+        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "llama" else [])
         for step in make_steps(sys.executable)
         if "tests.gpu.small" in step.small and not step.lacks
     ],
@@ -278,13 +304,16 @@ def test_figures_name_first_where_a_peer_is_ahead_and_draw_pictures(tmp_path):
     for name, content in found.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / FIGURES).write_text(json.dumps(content))
+    part = tmp_path / "return-llama/figures-busy.json"
+    part.write_text(json.dumps({"samples": {"ours": {"hit": [1.5]}, "OC": {"hit": [1.25]}}}))
     assert [*figures.peers_ahead(figures.read(tmp_path))] == [
-        "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s"
+        "return-llama-busy, hit: OC 1.2500 s, ours 1.5000 s",
+        "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s",
     ]
     names = ["returns.png", "beside.png"]
     assert [picture.name for picture in figures.draw_all(tmp_path)] == names
     text = campaign.render([], Results(tmp_path))
-    assert "another connector is ahead: 1.\n- return-llama, own hit" in text
+    assert "another connector is ahead: 2.\n- return-llama-busy, hit" in text
     assert all(f"({name})" in text for name in names)
 
 

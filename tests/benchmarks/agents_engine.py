@@ -2,22 +2,27 @@
 
 For a machine that nothing can be reached from: no client has to be installed, and the traces travel
 beside the checkout. Each user sends the next prompt when the answer before has come and some time
-has passed, as recorded and scaled. The KV pool holds a third of what all users have under way.
+has passed, as recorded and scaled, at most --think-s. The KV pool holds a third of what all users
+have under way. Of each request times and tokens go to requests-NAME.jsonl in --logs when it ends. A
+round that takes longer than --seconds is cut off; then fewer requests count.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safe_offload.commands.bench import engine as bench_engine
-from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS
+from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS, BenchOptions
+from safe_offload.commands.bench.engine_process import count_prompt_tokens
 from safe_offload.commands.bench.report import (
     Report,
     describe_machine,
@@ -31,11 +36,39 @@ from tests.benchmarks.agents_virtual import make_prompt
 from tests.benchmarks.engines import TIMEOUT_S, with_model
 from tests.gpu import shapes
 
-EVERY_S = 7.0
+BEGIN_S = 0.2
+"""One user after another begins: all of them soon are under way together."""
 POOL_SHARE = 1 / 3
-FIGURES = ("first_token", "whole_answer", "requests_per_s", "tokens_from_the_host")
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+TOKENS = {
+    "tokens computed": "local_compute",
+    "from the GPU": "local_cache_hit",
+    "from the host": "external_kv_transfer",
+}
+"""Of prompts, by vLLM's own counters, which all connectors have."""
 Turn = tuple[float, tuple[int, ...], int]
 """Think time in seconds, prompt, tokens of the answer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one engine is asked in one round.
+
+    Attributes:
+        seconds: after which the round is cut off.
+        told: the file that each request is told in when it ends.
+    """
+
+    users: Sequence[Sequence[Turn]]
+    seconds: float
+    told: Path
+
+
+class Replayed(NamedTuple):
+    first_s: list[float]  # of each request that has ended
+    whole_s: list[float]
+    took_s: float
+    tokens: Mapping[str, int]  # of prompts, by `TOKENS`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--users", type=int, default=16, help="at once (%(default)s)")
     add("--turns", type=int, default=12, help="requests of a user (%(default)s)")
     add("--scale", type=int, default=4, help="divides lengths and times (%(default)s)")
+    add("--think-s", type=float, default=math.inf, help="at most, after scaling (no limit)")
+    add("--seconds", type=float, default=TIMEOUT_S / 2, help="of a round (%(default)s)")
     add("--only", nargs="+", choices=connectors.ENGINES, default=list(connectors.ENGINES))
+    also = "scenarios of `connectors` on the same engines, before; there is no warm-up then"
+    add("--also", nargs="+", choices=list(connectors.ON_ENGINES), default=[], help=also)
+    add("--also-tokens", type=int, default=16_000, help="of a prompt of those (%(default)s)")
+    add("--also-rounds", type=int, default=2, help="of those (%(default)s)")
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -59,31 +98,86 @@ def run_command(arguments: argparse.Namespace) -> int:
     def draw(index: int) -> list[Conversation]:
         how = (arguments.users, longest * arguments.scale, arguments.turns)
         chosen = agents_traces.choose(recorded, *how, f"{options.seed}/{index}")
-        return [agents_traces.scale(one, arguments.scale) for one in chosen]
+        scaled = (agents_traces.scale(one, arguments.scale) for one in chosen)
+        return [agents_traces.cut_thinking(one, arguments.think_s) for one in scaled]
 
     under_way = agents_traces.mean_context(draw(1)) * arguments.users
-    options = replace(options, pool_ratio=max(1.1, POOL_SHARE * under_way / options.prompt_tokens))
-    samples: connectors.Samples = {}
+    options = with_pool(options, POOL_SHARE * under_way)
+    found: dict[str, list[Replayed]] = {}
+    is_good = True
     with (
         with_model(options, arguments) as (options, folder),
         connectors.running(arguments.only, options, folder) as (engines, absent),
     ):
-        for index, engine in connectors.in_turns(engines, options.rounds):
-            asked = [to_turns(user, one) for user, one in enumerate(draw(index))]
-            how = (asked, EVERY_S / arguments.scale)
-            found = engines[engine].call(replay, how, TIMEOUT_S)
+        sizes = {"prompt_tokens": arguments.also_tokens, "rounds": arguments.also_rounds}
+        also = replace(options, **sizes)
+        for name in arguments.also:
+            part = connectors.ON_ENGINES[name](engines, also)._replace(absent=absent)
+            is_good = is_good and part.is_good
+            publish_part(connectors.make_report(name, part, also, machine), arguments, name)
+        first = 1 if arguments.also else 0
+        for index, engine in connectors.in_turns(engines, options.rounds, first):
+            turns = [to_turns(user, one) for user, one in enumerate(draw(index))]
+            asked = Asked(turns, arguments.seconds, folder / f"requests-{engine}.jsonl")
+            replayed = engines[engine].call(replay, asked, TIMEOUT_S)
             if index:
-                connectors.note(samples, engine, **dict(zip(FIGURES, found, strict=True)))
-    rows = [["", *(name.replace("_", " ") for name in FIGURES)]]
+                found.setdefault(engine, []).append(replayed)
+                publish(make_report(found, absent, options, arguments, machine), arguments)
+    return int(not found or not is_good)
+
+
+def with_pool(options: BenchOptions, num_tokens: float) -> BenchOptions:
+    """Return the options with a KV pool of so many tokens, and room for the longest prompt."""
+    ratio = max(1.1, num_tokens / options.prompt_tokens)
+    if options.block_size is None:
+        return replace(options, pool_ratio=ratio)
+    return replace(
+        options, num_gpu_blocks=math.ceil(ratio * options.prompt_tokens / options.block_size)
+    )
+
+
+def publish_part(report: Report, arguments: argparse.Namespace, name: str) -> None:
+    """Publish what has been found by now: a campaign may cut off the rest."""
+    file = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}-{name}")
+    publish(report, argparse.Namespace(json=file))
+
+
+def make_report(
+    found: Mapping[str, Sequence[Replayed]],
+    absent: Mapping[str, str],
+    options: BenchOptions,
+    arguments: argparse.Namespace,
+    machine: dict[str, Any],
+) -> Report:
+    samples: connectors.Samples = {}
+    throughput: dict[str, list[float]] = {}
+    for engine, rounds in found.items():
+        for one in rounds:
+            times = {"mean": statistics.fmean(one.first_s)}
+            times |= {name: percentile(one.first_s, part) for name, part in PERCENTILES.items()}
+            named = {f"first token, {name}": value for name, value in times.items()}
+            named |= {"whole answer": statistics.fmean(one.whole_s), "all": one.took_s}
+            named |= {"requests": len(one.first_s), **one.tokens}
+            connectors.note(samples, engine, **named)
+            throughput.setdefault(engine, []).append(len(one.first_s) / one.took_s)
+    names = list(next(iter(samples.values()), {}))
+    rows = [["", "requests/s", *names]]
     for engine, figures in samples.items():
-        rows.append([engine, *(median_and_spread(one, ".3f") for one in figures.values())])
+        forms = [".0f" if name in (*TOKENS, "requests") else ".3f" for name in names]
+        cells = map(median_and_spread, figures.values(), forms)
+        rows.append([engine, median_and_spread(throughput[engine], ".2f"), *cells])
     left_out = [f"{engine}: not here ({why})" for engine, why in absent.items()]
-    what = f"{arguments.users} users, {arguments.turns} requests each, lengths and times divided by"
-    sections = [f"{what} {arguments.scale}; means of a round, times in seconds", table(rows)]
+    what = f"{arguments.users} users, {arguments.turns} requests each, lengths divided by"
+    cut = f"think times of at most {arguments.think_s:g} s"
+    sections = [f"{what} {arguments.scale}, {cut}; times in seconds", table(rows)]
     given = asdict(options) | {"users": arguments.users, "scale": arguments.scale}
-    report = Report(__doc__ or "", [*sections, *left_out], {"samples": samples}, given, machine)
-    publish(report, arguments)
-    return int(not samples)
+    told = {"samples": samples, "requests_per_s": throughput}
+    return Report(__doc__ or "", [*sections, *left_out], told, given, machine)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Return the value that a part of them does not exceed."""
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
 def to_turns(user: int, conversation: Conversation) -> list[Turn]:
@@ -98,40 +192,49 @@ def to_turns(user: int, conversation: Conversation) -> list[Turn]:
     ]
 
 
-def replay(engine: Any, asked: tuple[Sequence[Sequence[Turn]], float]) -> tuple[float, ...]:
-    """Return means of times to first token and of whole answers, requests a second, tokens."""
+def replay(engine: Any, asked: Asked) -> Replayed:
+    """Ask for all turns of all users, each when it is due."""
     from vllm import SamplingParams
 
-    users, every_s = asked
-    llm, loaded = engine.llm_engine, connectors.read_metric(engine, connectors.LOADED)
-    due = [(user * every_s, user, 0) for user in range(len(users))]
+    users, llm = asked.users, engine.llm_engine
+    before = count_prompt_tokens(engine)
+    due = [(user * BEGIN_S, user, 0) for user in range(len(users))]
     live: dict[str, tuple[float, int, int]] = {}
     first_s: dict[str, float] = {}
-    times_s: list[tuple[float, float]] = []
+    found = Replayed([], [], 0.0, {})
     begin_s = time.perf_counter()
-    while due or live:
-        while due and due[0][0] <= time.perf_counter() - begin_s:
-            asked_s, user, turn = heapq.heappop(due)
-            _, prompt, num_tokens = users[user][turn]
-            how: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-            llm.add_request(
-                f"{user}-{turn}-{begin_s}",
-                {"prompt_token_ids": list(prompt)},
-                SamplingParams(max_tokens=num_tokens, **how),
-            )
-            live[f"{user}-{turn}-{begin_s}"] = asked_s, user, turn
-        if not live:
-            time.sleep(max(0.0, due[0][0] - (time.perf_counter() - begin_s)))
-            continue
-        for output in llm.step():
-            now_s = time.perf_counter() - begin_s
-            first_s.setdefault(output.request_id, now_s)
-            if output.finished:
-                asked_s, user, turn = live.pop(output.request_id)
-                times_s.append((first_s[output.request_id] - asked_s, now_s - asked_s))
-                if turn + 1 < len(users[user]):
-                    heapq.heappush(due, (now_s + users[user][turn + 1][0], user, turn + 1))
+    with asked.told.open("a", encoding="utf-8") as told:
+        while (due or live) and (now_s := time.perf_counter() - begin_s) < asked.seconds:
+            while due and due[0][0] <= now_s:
+                asked_s, user, turn = heapq.heappop(due)
+                _, prompt, num_tokens = users[user][turn]
+                how: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+                llm.add_request(
+                    name := f"{user}-{turn}-{begin_s}",
+                    {"prompt_token_ids": list(prompt)},
+                    SamplingParams(max_tokens=num_tokens, **how),
+                )
+                live[name] = asked_s, user, turn
+            if not live:
+                time.sleep(max(0.0, min(due[0][0], asked.seconds) - now_s))
+                continue
+            for output in llm.step():
+                now_s = time.perf_counter() - begin_s
+                first_s.setdefault(output.request_id, now_s)
+                if output.finished:
+                    asked_s, user, turn = live.pop(output.request_id)
+                    found.first_s.append(first_s[output.request_id] - asked_s)
+                    found.whole_s.append(now_s - asked_s)
+                    row = {"user": user, "turn": turn, "asked_s": round(asked_s, 4)}
+                    row |= {"prompt_tokens": len(users[user][turn][1])}
+                    row |= {"first_s": round(found.first_s[-1], 4)}
+                    row |= {"whole_s": round(found.whole_s[-1], 4)}
+                    print(json.dumps(row), file=told, flush=True)
+                    if turn + 1 < len(users[user]):
+                        heapq.heappush(due, (now_s + users[user][turn + 1][0], user, turn + 1))
     took_s = time.perf_counter() - begin_s
-    means = (statistics.fmean(column) for column in zip(*times_s, strict=True))
-    loaded = connectors.read_metric(engine, connectors.LOADED) - loaded
-    return (*means, len(times_s) / took_s, loaded)
+    if live:
+        llm.abort_request(list(live))
+    after = count_prompt_tokens(engine)
+    tokens = {name: after[one] - before[one] for name, one in TOKENS.items()}
+    return found._replace(took_s=took_s, tokens=tokens)

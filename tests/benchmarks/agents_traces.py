@@ -13,7 +13,7 @@ import gzip
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,14 @@ def _scale(request: Request, factor: int) -> Request:
         max(1, request.num_answer_tokens // factor),
         request.block_ids[factor - 1 :: factor][: num_tokens // BLOCK_TOKENS],
     )
+
+
+def cut_thinking(conversation: Conversation, think_s_max: float) -> Conversation:
+    """Return a conversation whose user never thinks longer."""
+    requests = (
+        replace(one, think_s=min(one.think_s, think_s_max)) for one in conversation.requests
+    )
+    return replace(conversation, requests=tuple(requests))
 
 
 def write(conversations: Sequence[Conversation], folder: Path, seed: str) -> None:

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 
 from safe_offload.worker.copies.base import CopyPath
-from tests.benchmarks.engine_watch import WorkerProbe
 from tests.benchmarks.fake_gpu_rig import gpu_rigs
 from tests.benchmarks.transfer_cases import Case, Traffic
 from tests.benchmarks.transfer_rigs import PATIENCE_S, GpuRig
+from tests.gpu.weights import Probe
 
 NUM_IN_FLIGHT = 2
 
@@ -49,7 +49,7 @@ class Stream:
         return future
 
 
-class BesideProbe(WorkerProbe):
+class BesideProbe(Probe):
     """Every name is new to vLLM's worker. The copies have memory of their own."""
 
     def make_beside(self, range_bytes: int, num_blocks: int, num_layers: int) -> list[str]:

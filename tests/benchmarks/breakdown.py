@@ -25,7 +25,7 @@ from tests.benchmarks.engine_watch import start_watching
 from tests.benchmarks.engines import TIMEOUT_S, ours, with_model
 from tests.gpu import shapes
 
-PROBE = "tests.benchmarks.engine_watch.WorkerProbe"
+PROBE = "tests.gpu.weights.Probe"
 WATCHED = "tests.benchmarks.watched"
 """Has our connector; imported by name, as vLLM imports it: here it would change vLLM."""
 MATCHED, PLANNED, SETTLED = "matched", "planned", "settled"

@@ -1,14 +1,17 @@
 """No connector, ours, SimpleCPUOffloadConnector and OffloadingConnector on one model, in turns.
 
-All engines live beside each other, and each round is run on one after the other; which one begins
-changes from round to round. An engine that does not start here is named and left out.
+All engines start at once and live beside each other, and each round is run on one after the other;
+which one begins changes from round to round. An engine that does not start here is named and left
+out.
 
-return: prompts A, B, C, A, B, C, C go one by one to a KV pool of 1.6 prompts, as in `bench engine`.
+return: prompts A, B, C go one by one, and when the GPU's own cache was emptied A, B, C, C: hits of
+the host, and the last one of the GPU. At the end ours loads a prompt one block of which is spoiled
+on purpose: its answer has to change, or equal answers prove nothing.
 ends: prompts that end a token before, at and after the end of a block: computed, loaded when the
 GPU's own cache was emptied, and a hit in that: how many answers differ from those of the last, and
 by how many tokens a load ends after it. A hit that ends elsewhere may round otherwise.
 ranks: as return, and what the processes of the engine map together of shared host memory.
-busy: a prompt that is on the host comes back among three new ones of its length, all at once.
+busy: a prompt that is only on the host comes back among three new ones of its length, at once.
 locking: prompts of 512 tokens while the host memory is made ready, and afterwards.
 restart: prompts A, B, C; then an engine over the same directory is asked for them.
 preempted: four prompts of half the length at once, with answers that the pool has no room for.
@@ -49,14 +52,15 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
+from safe_offload.config.settings import size
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt, with_model
 from tests.gpu import shapes
 from tests.gpu.campaign import descendants
 
-NONE = "none"
+NONE, OURS_HERE = "none", "ours"
 PEERS = {"SCO": "SimpleCPUOffloadConnector", "OC": "OffloadingConnector"}
-ENGINES = (NONE, "ours", *PEERS)
+ENGINES = (NONE, OURS_HERE, *PEERS)
 NUM_PROMPTS, NUM_OTHERS = 3, 3
 SHORT_TOKENS, AFTER = 512, 30
 """Of `locking`: tokens of a prompt, and prompts that are asked when all memory is ready."""
@@ -79,6 +83,11 @@ class Found(NamedTuple):
     samples: Samples
     absent: dict[str, str]  # engines that did not start, with the reason
     num_different: int  # answers of ours that differ from vLLM's own hit
+    spoiled: tuple[bool, ...] = ()  # of blocks spoiled on purpose: whether the answer changed
+
+    @property
+    def is_good(self) -> bool:
+        return not self.num_different and bool(self.samples) and all(self.spoiled)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,18 +100,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run `python -m tests.benchmarks connectors`; return 1 if tokens differ from vLLM's hit."""
+    """Run `python -m tests.benchmarks connectors`; return 1 if tokens are wrong or say nothing."""
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
     with with_model(options, arguments) as (options, folder):
         found = SCENARIOS[arguments.scenario](options, arguments.only, folder)
     publish(make_report(arguments.scenario, found, options, machine), arguments)
-    return int(found.num_different > 0 or not found.samples)
+    return int(not found.is_good)
 
 
 def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, Any] | None:
-    """Return vLLM's `kv_transfer_config` of an engine; None for no connector."""
-    sized = {"cpu_bytes_to_use": options.cpu_bytes or DEFAULT_CPU_BYTES} | extra
+    """Return vLLM's `kv_transfer_config` of an engine; None for no connector.
+
+    Peers take the host memory as a number only. `--kv-transfer-config` has more settings of ours.
+    """
+    asked = options.cpu_bytes or DEFAULT_CPU_BYTES
+    sized = {"cpu_bytes_to_use": size(1 << 50).read("--cpu-bytes", asked)}
     if engine == NONE:
         return None
     if engine in PEERS:
@@ -111,38 +124,44 @@ def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, A
             "kv_role": "kv_both",
             "kv_connector_extra_config": sized,
         }
-    return ours(**sized)
+    more = (options.kv_transfer_config or {}).get("kv_connector_extra_config", {})
+    return ours(**sized, **more, **extra)
 
 
 @contextmanager
 def running(
     names: Sequence[str], options: BenchOptions, folder: Path, **extra: Any
 ) -> Iterator[tuple[dict[str, EngineProcess], dict[str, str]]]:
-    """Start engines; yield those that did, and why others did not."""
+    """Start engines, all at once; yield those that did, and why others did not."""
+    processes: dict[str, EngineProcess] = {}
     engines, absent = {}, {}
     with ExitStack() as on:
         for name in names:
             config = make_config(name, options, **extra)
             choices = engine_options(replace(options, kv_transfer_config=config or ours()))
             how = choices[config["kv_connector"] if config else BASELINE]
-            process = on.enter_context(EngineProcess(name, how, folder / f"{name}.log"))
+            processes[name] = on.enter_context(EngineProcess(name, how, folder / f"{name}.log"))
+        for name, process in processes.items():
             try:
                 started = process.wait_until_started(TIMEOUT_S)
             except SafeOffloadError as error:
-                errors = CAUSE.findall(str(error)) or [str(error)]
-                absent[name] = errors[-1]
+                log = (folder / f"{name}.log").read_text(errors="replace")
+                absent[name] = (CAUSE.findall(log) or str(error).split("\n"))[-1]
                 process.stop()
                 print(f"{name}: does not start ({absent[name]})")
                 continue
             engines[name] = process
+            on.callback(process.tell_to_stop)  # all of them, before the first is waited for
             print(f"{name}: ready after {started.start_s:.0f} s", flush=True)
         yield engines, absent
 
 
-def in_turns(engines: Mapping[str, EngineProcess], rounds: int) -> Iterator[tuple[int, str]]:
+def in_turns(
+    engines: Mapping[str, EngineProcess], rounds: int, first: int = 0
+) -> Iterator[tuple[int, str]]:
     """Yield rounds and engines; round 0 is a warm-up."""
     order = list(engines)
-    for index in range(rounds + 1):
+    for index in range(first, rounds + 1):
         order.reverse()
         for name in order:
             print(f"round {index} of {rounds}, {name}", flush=True)
@@ -157,32 +176,55 @@ def note(samples: Samples, engine: str, **figures: float) -> None:
 # ---- the scenarios -------------------------------------------------------------------------------
 
 
-def measure_return(
-    options: BenchOptions, names: Sequence[str], folder: Path, *, looks_at_memory: bool = False
+def measure_return(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+    with running(names, options, folder) as (engines, absent):
+        return return_on(engines, options)._replace(absent=absent)
+
+
+def return_on(
+    engines: Mapping[str, EngineProcess], options: BenchOptions, *, looks_at_memory: bool = False
 ) -> Found:
     samples: Samples = {}
     num_different = 0
-    with running(names, options, folder) as (engines, absent):
-        for index, name in in_turns(engines, options.rounds):
-            prompts = [bench_engine.make_question(options, index, i) for i in range(NUM_PROMPTS)]
-            asked = [*prompts, *prompts, prompts[-1]]
-            answers = [engines[name].call(answer, one, TIMEOUT_S) for one in asked]
-            first, second, own = answers[:NUM_PROMPTS], answers[NUM_PROMPTS:-1], answers[-1]
-            if not index:
-                continue
-            num_different += name == "ours" and differs(second[-1], own)
-            note(
-                samples,
-                name,
-                first_pass=statistics.fmean(one.ttft_s for one in first),
-                second_pass=statistics.fmean(one.ttft_s for one in second),
-                own_hit=own.ttft_s,
-                tokens_from_the_host=sum(one.num_host_tokens for one in second),
-            )
-            if looks_at_memory:
-                in_sum, once = engines[name].call(shared_bytes, None, TIMEOUT_S)
-                note(samples, name, shared_bytes_of_all_ranks=in_sum, counted_once=once)
-    return Found(samples, absent, num_different)
+    for index, name in in_turns(engines, options.rounds):
+        prompts = [bench_engine.make_question(options, index, i) for i in range(NUM_PROMPTS)]
+        first = [engines[name].call(answer, one, TIMEOUT_S) for one in prompts]
+        engines[name].call(forget, None, TIMEOUT_S)
+        asked = [*prompts, prompts[-1]]
+        *second, own = (engines[name].call(answer, one, TIMEOUT_S) for one in asked)
+        if not index:
+            continue
+        num_different += name == OURS_HERE and differs(second[-1], own)
+        note(
+            samples,
+            name,
+            first_pass=statistics.fmean(one.ttft_s for one in first),
+            second_pass=statistics.fmean(one.ttft_s for one in second),
+            own_hit=own.ttft_s,
+            tokens_from_the_host=sum(one.num_host_tokens for one in second),
+        )
+        if looks_at_memory:
+            in_sum, once = engines[name].call(shared_bytes, None, TIMEOUT_S)
+            note(samples, name, shared_bytes_of_all_ranks=in_sum, counted_once=once)
+    spoiled = []
+    if OURS_HERE in engines:
+        long = 4 * options.answer_tokens  # each token of an answer looks at other blocks
+        num_tokens = options.prompt_tokens + options.answer_tokens - long
+        longer = replace(options, prompt_tokens=num_tokens, answer_tokens=long)
+        question = bench_engine.make_question(longer, options.rounds + 1, 0)
+        spoiled.append(engines[OURS_HERE].call(changes_if_spoiled, question, TIMEOUT_S))
+    return Found(samples, {}, num_different, tuple(spoiled))
+
+
+def changes_if_spoiled(engine: Any, question: Question) -> bool:
+    """Return whether an answer tells that one block of its prompt was loaded wrong."""
+    engine.collective_rpc("spoil_next_load")  # first: the host forgets what it held
+    answer(engine, question)
+    own = answer(engine, question)
+    forget(engine, None)
+    spoiled = answer(engine, question)
+    forget(engine, None)
+    return spoiled.num_host_tokens > 0 and spoiled.token_ids != own.token_ids
 
 
 def differs(back: Answer, own: Answer) -> bool:
@@ -235,7 +277,8 @@ def forget(engine: Any, _: None) -> None:
 
 
 def measure_ranks(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
-    return measure_return(options, names, folder, looks_at_memory=True)
+    with running(names, options, folder) as (engines, absent):
+        return return_on(engines, options, looks_at_memory=True)._replace(absent=absent)
 
 
 def shared_bytes(_engine: Any, _: None) -> tuple[int, int]:
@@ -253,29 +296,27 @@ def shared_bytes(_engine: Any, _: None) -> tuple[int, int]:
 
 
 def measure_busy(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
-    samples: Samples = {}
     with running(names, options, folder) as (engines, absent):
-        for index, name in in_turns(engines, options.rounds):
-            generator = random.Random(f"{options.seed}/busy/{index}")
-            prompts = [
-                random_prompt(generator, options.prompt_tokens) for _ in range(3 + NUM_OTHERS)
-            ]
-            asked = (prompts, options.answer_tokens)
-            back_s, others_s, all_s = engines[name].call(ask_busy, asked, TIMEOUT_S)
-            if index:
-                note(samples, name, comes_back=back_s, new_ones=others_s, all_answers=all_s)
-    return Found(samples, absent, 0)
+        return busy_on(engines, options)._replace(absent=absent)
+
+
+def busy_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Found:
+    samples: Samples = {}
+    for index, name in in_turns(engines, options.rounds):
+        generator = random.Random(f"{options.seed}/busy/{index}")
+        prompts = [random_prompt(generator, options.prompt_tokens) for _ in range(1 + NUM_OTHERS)]
+        asked = (prompts, options.answer_tokens)
+        back_s, others_s, all_s = engines[name].call(ask_busy, asked, TIMEOUT_S)
+        if index:
+            note(samples, name, comes_back=back_s, new_ones=others_s, all_answers=all_s)
+    return Found(samples, {}, 0)
 
 
 def ask_busy(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float, float]:
-    """Return times to first token of the prompt that comes back and of new ones, and of it all.
-
-    The second and third prompt push the first one out of the KV pool.
-    """
-    (back, *pushing), others = asked[0][:3], asked[0][3:]
-    for prompt in (back, *pushing):
-        generate(engine, [prompt], [asked[1]])
-    time.sleep(SETTLE_S)
+    """Return times to first token of the prompt that comes back and of new ones, and of it all."""
+    back, *others = asked[0]
+    generate(engine, [back], [asked[1]])
+    forget(engine, None)
     prompts = [*others[:2], back, *others[2:]]
     begin_s = time.perf_counter()
     outputs = generate(engine, prompts, [asked[1]] * len(prompts))
@@ -435,6 +476,8 @@ SCENARIOS = {
     "soak": measure_soak,
     "sigterm": measure_sigterm,
 }
+ON_ENGINES = {"return": return_on, "busy": busy_on}
+"""Scenarios for engines that run for others, too."""
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -451,6 +494,9 @@ def make_report(
         rows.append([engine, *map(median_and_spread, (figures[n] for n in names), forms)])
     left_out = [f"{engine}: not here ({why})" for engine, why in found.absent.items()]
     compared = f"answers of ours that differ from vLLM's own hit: {found.num_different}"
+    if found.spoiled:
+        seen = f"{sum(found.spoiled)} of {len(found.spoiled)}"
+        compared += f"\nblocks spoiled on purpose that changed the answer: {seen}"
     assert __doc__ is not None
     return Report(
         method=f"{scenario}: median (lowest to highest), times in seconds\n\n{__doc__.strip()}",

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from examples.tiny_models import ModelKind
 from safe_offload.commands.bench import engine as bench_engine
 from safe_offload.commands.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
 from safe_offload.commands.bench.engine_process import EngineProcess
@@ -37,13 +38,21 @@ def make_tiny_engine(
 def with_model(
     options: BenchOptions, arguments: argparse.Namespace, **engine_args: Any
 ) -> Iterator[tuple[BenchOptions, Path]]:
-    """Yield the options with the model of a run, which goes with it, and the folder of its logs."""
+    """Yield the options with the model of a run, which goes with it, and the folder of its logs.
+
+    A pool whose bytes are given has the blocks that vLLM makes of them. No engine is asked then,
+    nor measures what is free while others start.
+    """
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as name:
         logs = arguments.logs or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
         options = shapes.take_shape(options, arguments.shape, Path(name))
-        options = replace(options, engine_args=engine_args | options.engine_args)
-        yield bench_engine.fit_to_model(tiny(options, Path(name)), logs, print), logs
+        seeded = shapes.SEEDED if options.model in get_args(ModelKind) else {}
+        options = replace(options, engine_args=seeded | options.engine_args | engine_args)
+        options = tiny(options, Path(name))
+        if "kv_cache_memory_bytes" not in options.engine_args:
+            options = bench_engine.fit_to_model(options, logs, print)
+        yield options, logs
 
 
 def random_prompt(generator: random.Random, num_tokens: int) -> tuple[int, ...]:

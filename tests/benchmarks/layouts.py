@@ -114,7 +114,7 @@ def measure_copies(device: str | None, num_blocks: int, rounds: int) -> Found:
 
 def measure_engines(options: BenchOptions, log_folder: Path | None) -> tuple[Found, int]:
     """Return the figures of each round, and how many answers differ."""
-    options = replace(options, engine_args={"worker_extension_cls": PROBE} | options.engine_args)
+    options = replace(options, engine_args=options.engine_args | {"worker_extension_cls": PROBE})
     samples: Samples = {WHOLE: [], APART: []}
     num_different = 0
     with tempfile.TemporaryDirectory(prefix="safe-offload-layouts-") as name, ExitStack() as on:

@@ -2,10 +2,10 @@
 
 from vllm.platforms import current_platform
 
-from tests.benchmarks.engine_watch import WorkerProbe
+from tests.gpu.weights import Probe
 
 
-class LayoutProbe(WorkerProbe):
+class LayoutProbe(Probe):
     """What `engine_watch` loads into vLLM's workers."""
 
 

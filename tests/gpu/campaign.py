@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.bench.report import describe_machine
+from safe_offload.commands.bench.report import describe_machine, table
 from tests.gpu import figures
-from tests.gpu.steps import FIGURES, ROOT, Step, make_steps
+from tests.gpu.steps import BUDGET_S, ROOT, UNPACKED_S, Step, first_steps, make_steps
 
 REPORT, RESULT, LOG = "report.md", "result.json", "log.txt"
 PASSED = "passed"
@@ -270,6 +270,19 @@ def start_time_of(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
+def list_steps(python: str) -> str:
+    """Return what each step is expected to take, those of the first call with their sum."""
+    sum_s: float = UNPACKED_S
+    rows = [["", "s", "until then"], ["unpacked, facts", str(UNPACKED_S), str(UNPACKED_S)]]
+    for step in first_steps(python):
+        sum_s += step.estimate_s
+        rows.append([step.name, f"{step.estimate_s:.0f}", f"{sum_s:.0f}"])
+    rows += [
+        [step.name, f"{step.estimate_s:.0f}", ""] for step in make_steps(python)[len(rows) - 2 :]
+    ]
+    return table(rows)
+
+
 # ---- the text ------------------------------------------------------------------------------------
 
 
@@ -310,10 +323,8 @@ def render(steps: Sequence[Step], results: Results) -> str:
 
 def told_by(folder: Path) -> str:
     """Return what a benchmark found, as text, or the counts of tests."""
-    try:
-        return str(json.loads((folder / FIGURES).read_text())["text"])
-    except (OSError, KeyError):
-        return counts_of(folder / LOG)
+    texts = [json.loads(file.read_text()).get("text") for file in figures.files_of(folder)]
+    return "\n\n".join(filter(None, texts)) or counts_of(folder / LOG)
 
 
 def counts_of(log: Path) -> str:
@@ -369,11 +380,17 @@ def _describe(status: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what fits; return 0 if nothing failed. The last line printed is the report's path."""
     parser = argparse.ArgumentParser(prog="make gpu-campaign", description=__doc__)
-    parser.add_argument("--budget-s", type=float, required=True, help="all of it ends within this")
+    parser.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, help="all of it ends within this (%(default)s)"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "gpu-campaign", help="of the results")
     parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--small", action="store_true", help="on the CPU, to try the steps")
+    parser.add_argument("--list", action="store_true", help="tell what steps are expected to take")
     arguments = parser.parse_args(argv)
+    if arguments.list:
+        print(list_steps(sys.executable))
+        return 0
     budget = Budget(arguments.budget_s)
     facts = find_facts(sys.executable)
     if facts.no_gpu and not arguments.small:

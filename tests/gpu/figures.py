@@ -19,12 +19,19 @@ AHEAD = 0.98
 """A peer's median below this share of ours is ahead; what is closer is noise."""
 
 Steps = Mapping[str, Any]
-"""The figures of each step that has some."""
+"""The figures of each step that has some; of a part of it under its name and that of the part."""
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files with figures of a step: of its parts, and of the whole."""
+    stem, _, ending = FIGURES.partition(".")
+    return sorted(folder.glob(f"{stem}*.{ending}"))
 
 
 def read(folder: Path) -> Steps:
-    found = {file.parent.name: file.read_text() for file in sorted(folder.glob(f"*/{FIGURES}"))}
-    return {name: json.loads(text) for name, text in found.items()}
+    files = [file for step in sorted(folder.iterdir()) for file in files_of(step)]
+    stem, _, _ = FIGURES.partition(".")
+    return {f"{f.parent.name}{f.stem.removeprefix(stem)}": json.loads(f.read_text()) for f in files}
 
 
 def peers_ahead(steps: Steps) -> Iterator[str]:

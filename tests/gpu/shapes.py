@@ -1,4 +1,4 @@
-"""Models of the shapes that people run, without weights: vLLM makes them up, alike in all engines.
+"""Models of the shapes that people run, with weights that are drawn when an engine starts.
 
 Fewer layers than the real ones, so that four engines fit on one GPU: what a layer computes and what
 it copies stay in proportion.
@@ -123,19 +123,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256,
     },
 }
-ENGINE_ARGS = {
-    "load_format": "dummy",  # made up from a seed of vLLM's
-    "skip_tokenizer_init": True,
-    "generation_config": "vllm",
-}
-
+LOAD_FORMAT = "seeded"
+SEEDED = {"load_format": LOAD_FORMAT, "worker_extension_cls": "tests.gpu.weights.Spoiler"}
+"""Weights of a real scale; what takes the place of `Spoiler` is in that module, or imports it."""
+ENGINE_ARGS = SEEDED | {"skip_tokenizer_init": True, "generation_config": "vllm"}
 
 GPU_SHARE = 0.22
 """Of each engine, as four live on one GPU."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=list(SHAPES), help="made up; instead of --model")
+    parser.add_argument("--shape", choices=list(SHAPES), help="drawn; instead of --model")
 
 
 def take_shape(options: BenchOptions, shape: str | None, folder: Path) -> BenchOptions:

@@ -9,16 +9,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safe_offload.commands.bench.engine import OURS
+
 ROOT = Path(__file__).parents[2]
 FIGURES = "figures.json"
 GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 """What vLLM does by default, with torch.compile; written down, so that a change of that is seen."""
+QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}, "max_num_seqs": 32}
+"""Without torch.compile, which takes longer than what is measured: as in docs/benchmarks/gpu.md."""
+POOL = {"kv_cache_memory_bytes": 3 << 30}
+"""For prompts of 16,000 tokens; given, so that engines can start at once on one GPU."""
+AGENTS_POOL = {"kv_cache_memory_bytes": 8 << 30}
+"""That the longest context fits into; how many blocks are used follows from the contexts."""
+
+IMPORTS_S, START_S, END_S = 26, 9, 5
+"""Of engines that start at once: until vLLM is imported; until one without a connector is ready;
+until the last has ended. These and those below are from an H200 (docs/benchmarks/gpu.md)."""
+LOCK_S_PER_GIB = 1.7
+"""Of host memory in each engine, if the driver locks the pages of one after the other: (32.1 - 8.7
++ 28.9 - 8.7 + 12.8 - 8.7) / 28."""
+TURN_S = {"llama": 1.4, "gemma3": 2.5, "mla": 1.4, "busy": 1.8}
+"""One engine in one round of `return` or `busy`, with the wait for its stores."""
+AGENTS_S = {"none": 40, "ours": 21, "SCO": 25, "OC": 24}
+"""Six turns of 16 users, 92 requests of the 164 that took over 60, 36.9, 43.5 and 41.2."""
 SPECULATIVE: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
 }
 NOTHING: Mapping[str, Any] = {}
 SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
 CPU_MLA = {"attention_backend": "CPU_MLA"}  # the one with AMX takes no float32
+SIZED = ("preempted", "soak", "ranks", "restart", "sleep")
+"""Scenarios with a pool of 1.6 prompts, for which an engine is asked first."""
 SANITIZER = "compute-sanitizer"
 TRACES = next(
     (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
@@ -27,6 +48,14 @@ TRACES = next(
 )  # fmt: skip
 """Recorded agents; `shared` lies in the checkout or beside it."""
 SMALL = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
+LOADS = {"kv_connector": OURS, "kv_connector_extra_config": {"min_load_tokens": 0}}
+"""A tiny model on a CPU computes as fast as it loads; a hit is to be loaded all the same."""
+SMALL += ("--kv-transfer-config", json.dumps(LOADS))
+ENGINES = ("none", "ours", "SCO", "OC")
+SMOKE = ("test_lane", "test_order")
+"""Tests of a GPU that come first: whether copies and their order are right at all."""
+BUDGET_S, UNPACKED_S = 540, 15
+"""Of one call on a machine that is lent for ten minutes; and until the first step begins there."""
 
 
 @dataclass(frozen=True)
@@ -63,104 +92,69 @@ def find_gpu_tests() -> list[Path]:
     return [file for file in files if file.parent.name == "gpu" or marker in file.read_text()]
 
 
+def estimate_s(host_gib: float, *turns_s: float) -> float:
+    """Return what a step takes whose engines start at once, with so much host memory each."""
+    return round(IMPORTS_S + START_S + LOCK_S_PER_GIB * host_gib + sum(turns_s) + END_S)
+
+
 def make_steps(python: str) -> list[Step]:
-    """Return all steps, in their order.
+    """Return all steps, in their order: those of `first_steps`, and what takes longer.
 
     Args:
         python: the interpreter that has vLLM.
     """
+    return [*first_steps(python), *more_steps(python)]
 
-    def tests(file: Path, *before: str) -> Step:
-        relative = str(file.relative_to(ROOT))
-        pytest = (python, "-m", "pytest", "-m", "gpu", "-v", "-x", "-rs", "-p", "no:cacheprovider")
-        # signal: a test that hangs in Python fails alone; the limit of the step is for the rest.
-        command = (*before, *pytest, "-o", "timeout_method=signal", relative)
-        collect = (python, "-m", "pytest", "--collect-only", "-q", relative)
-        return Step(f"{'-'.join((*before[:1], file.stem))}", 60, command, collect)
 
-    def bench(name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()) -> Step:
-        figures = ("--json", f"{{folder}}/{FIGURES}")
-        command = (python, "-m", "tests.benchmarks", *words, *figures)
-        tried = (python, "-m", "tests.gpu.small", words[0], *small, *figures) if small else ()
-        return Step(name, estimate_s, command, tried)
-
-    def connectors(
-        name: str,
-        estimate_s: float,
-        scenario: str,
-        shape: str,
-        *words: str,
-        tiny: str = "llama",
-        only: tuple[str, ...] = ("none", "ours"),
-        gpu_only: Mapping[str, Any] = NOTHING,
-        cpu_only: Mapping[str, Any] = NOTHING,
-        num_gpus: int = 1,
-        **engine_args: Any,
-    ) -> Step:
-        sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
-        arguments = ("--engine-args", json.dumps({**GRAPHS, **gpu_only, **engine_args}))
-        small_arguments = ("--engine-args", json.dumps({**cpu_only, **engine_args}))
-        what = ("--scenario", scenario)
-        logs = ("--logs", "{folder}")
-        small = (*what, "--model", tiny, *SMALL, *small_arguments, "--only", *only, *logs)
-        full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
-        step = bench(name, estimate_s, "connectors", *full, small=small)
-        return replace(step, num_gpus=num_gpus)
-
-    def engine(name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()) -> Step:
-        sizes = ("--shape", "llama", "--prompt-tokens", "16000", "--logs", "{folder}")
-        arguments = ("--engine-args", json.dumps(GRAPHS))
-        tried = ("--logs", "{folder}", *SMALL, *small)
-        return bench(name, estimate_s, name, *sizes, *words, *arguments, small=tried)
-
-    def agents(users: int, scale: int) -> Step:
-        """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
-        name, words = f"agents-{users}", ("agents_engine", "--traces", str(TRACES), "--logs")
-        sizes = ("--prompt-tokens", str(256_000 // scale), "--rounds", "2", "--cpu-bytes", "16GiB")
-        full: tuple[str, ...] = (
-            *words,
-            "{folder}",
-            "--shape",
-            "llama",
-            "--users",
-            str(users),
-            "--scale",
-        )
-        full = (*full, str(scale), *sizes, "--engine-args", json.dumps(GRAPHS))
-        small = ("--traces", str(TRACES), "--logs", "{folder}", "--users", "3", "--turns", "3",
-                 "--scale", "256", *SMALL, "--only", "none", "ours")  # fmt: skip
-        step = bench(name, 240, *full, small=small)
-        return replace(step, lacks="" if TRACES.is_file() else f"no {TRACES.name} in shared/traces")
-
-    sanitized = tests(ROOT / "tests/gpu/test_contents.py", SANITIZER)
+def first_steps(python: str) -> list[Step]:
+    """Return the steps that fit into one call of ten minutes on a machine that has nothing yet."""
+    make = Maker(python)
+    smoke = [file for file in find_gpu_tests() if file.stem in SMOKE]
     llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
     quick = ("--blocks", "4", "--copy-rounds", "3")
-    one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
+    sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
+    args = ("--engine-args", json.dumps(QUICK | POOL))
+    shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
     return [
-        *map(tests, find_gpu_tests()),
-        bench("link", 45, "link", small=("--bytes", "65536", "--seconds", "0.1")),
-        bench(
-            "layouts",
-            200,
-            *("layouts", "--device", "cuda", "--shape", "llama", "--prompt-tokens", "16000"),
-            *("--rounds", "3", "--answer-tokens", "64", "--cpu-bytes", "16GiB"),
+        make.tests("smoke", 20, *smoke),
+        make.llama(),
+        make.quick("gemma3", tiny="gemma3"),
+        make.quick("mla", tiny="deepseek", cpu_only=CPU_MLA),
+        make.bench(
+            *("link", 15, "link", "--seconds", "1"), small=("--bytes", "65536", "--seconds", "0.1")
+        ),
+        make.bench(
+            *("breakdown", estimate_s(0, 4 * TURN_S["llama"]), "breakdown"),
+            *(*shape, "--rounds", "3"),
+            small=("--logs", "{folder}", *SMALL),
+        ),
+        make.bench(
+            *("layouts", estimate_s(0, 6, 6 * TURN_S["llama"]), "layouts", "--device", "cuda"),
+            *(*shape, "--rounds", "2", "--answer-tokens", "64"),
             small=(*llama, *quick, "--device", "cpu"),
         ),
-        engine("breakdown", 90, "--rounds", "5", "--cpu-bytes", "16GiB"),
-        connectors("busy", 180, "busy", "llama"),
+    ]
+
+
+def more_steps(python: str) -> list[Step]:
+    """Return what takes longer, or needs more than a GPU."""
+    make = Maker(python)
+    connectors = make.connectors
+    contents = ROOT / "tests/gpu/test_contents.py"
+    sanitized = make.tests("compute-sanitizer-test_contents", 300, contents, before=(SANITIZER,))
+    one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
+    return [
+        *(make.tests(f.stem, 120, f) for f in find_gpu_tests() if f.stem not in SMOKE),
         connectors("locking", 120, "locking", "llama", "--cpu-bytes", "64GiB"),
-        connectors("return-llama", 150, "return", "llama"),
-        connectors("return-gemma3", 150, "return", "gemma3", tiny="gemma3"),
+        connectors("compiled", 150, "return", "llama"),
         connectors("return-gpt-oss", 150, "return", "gpt-oss", tiny="gemma3"),
         connectors("return-mamba", 150, "return", "mamba"),
-        connectors(*("return-mla", 150, "return", "mla"), tiny="deepseek", cpu_only=CPU_MLA),
         connectors("ends", 150, "ends", "llama", cpu_only={"dtype": "bfloat16"}),
-        bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
+        make.bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
-        agents(16, 4),
-        agents(64, 16),
-        engine("beside", 240, small=("--blocks", "4", "--max-num-batched-tokens", "128")),
-        bench("one-memory", 90, "one_memory", small=("--blocks", "4")),
+        make.agents("agents-64", 64, 16, turns=12),
+        make.engine("beside", 240, small=("--blocks", "4", "--max-num-batched-tokens", "128")),
+        make.bench("one-memory", 90, "one_memory", small=("--blocks", "4")),
         connectors("async", 150, "return", "llama", async_scheduling=True),
         connectors("preempted", 180, "preempted", "llama"),
         connectors("restart", 120, "restart", "llama"),
@@ -177,3 +171,99 @@ def make_steps(python: str) -> list[Step]:
         ),
         replace(sanitized, lacks="" if shutil.which(SANITIZER) else f"no {SANITIZER} here"),
     ]
+
+
+class Maker:
+    """Makes steps.
+
+    Args:
+        python: the interpreter that has vLLM.
+    """
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+
+    def tests(
+        self, name: str, estimate_s: float, *files: Path, before: tuple[str, ...] = ()
+    ) -> Step:
+        relative = [str(file.relative_to(ROOT)) for file in files]
+        pytest = ("-m", "pytest", "-m", "gpu", "-v", "-x", "-rs", "-p", "no:cacheprovider")
+        # signal: a test that hangs in Python fails alone; the limit of the step is for the rest.
+        command = (*before, self._python, *pytest, "-o", "timeout_method=signal", *relative)
+        collect = (self._python, "-m", "pytest", "--collect-only", "-q", *relative)
+        return Step(name, estimate_s, command, collect)
+
+    def bench(self, name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()) -> Step:
+        figures = ("--json", f"{{folder}}/{FIGURES}")
+        command = (self._python, "-m", "tests.benchmarks", *words, *figures)
+        tried = (self._python, "-m", "tests.gpu.small", words[0], *small, *figures)
+        return Step(name, estimate_s, command, tried if small else ())
+
+    def connectors(
+        self,
+        name: str,
+        estimate_s: float,
+        scenario: str,
+        shape: str,
+        *words: str,
+        tiny: str = "llama",
+        only: tuple[str, ...] = ("none", "ours"),
+        gpu_only: Mapping[str, Any] = NOTHING,
+        cpu_only: Mapping[str, Any] = NOTHING,
+        num_gpus: int = 1,
+        **engine_args: Any,
+    ) -> Step:
+        sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
+        pool = NOTHING if scenario in SIZED else POOL
+        arguments = ("--engine-args", json.dumps({**GRAPHS, **pool, **gpu_only, **engine_args}))
+        small_arguments = ("--engine-args", json.dumps({**cpu_only, **engine_args}))
+        what = ("--scenario", scenario)
+        logs = ("--logs", "{folder}")
+        small = (*what, "--model", tiny, *SMALL, *small_arguments, "--only", *only, *logs)
+        full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
+        step = self.bench(name, estimate_s, "connectors", *full, small=small)
+        return replace(step, num_gpus=num_gpus)
+
+    def quick(self, shape: str, tiny: str, cpu_only: Mapping[str, Any] = NOTHING) -> Step:
+        """`return` with all four, as short as it can be."""
+        rounds = 2
+        turns_s = len(ENGINES) * (rounds + 1) * TURN_S[shape] + TURN_S[shape]
+        sizes = ("--rounds", str(rounds), "--cpu-bytes", "4GiB")
+        return self.connectors(
+            *(f"return-{shape}", estimate_s(4, turns_s), "return", shape, *sizes),
+            tiny=tiny,
+            only=ENGINES,
+            gpu_only=QUICK,
+            cpu_only=cpu_only,
+        )
+
+    def engine(
+        self, name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()
+    ) -> Step:
+        sizes = ("--shape", "llama", "--prompt-tokens", "16000", "--logs", "{folder}")
+        arguments = ("--engine-args", json.dumps(GRAPHS))
+        tried = ("--logs", "{folder}", *SMALL, *small)
+        return self.bench(name, estimate_s, name, *sizes, *words, *arguments, small=tried)
+
+    def llama(self) -> Step:
+        """`return`, `busy` and agents on the same four engines, whose start takes longest."""
+        rounds_s = 3 * len(ENGINES) * (TURN_S["llama"] + TURN_S["busy"])
+        also = ("--also", "return", "busy")
+        step = self.agents("llama", 16, 4, *also, "--cpu-bytes", "18GiB", turns=6)
+        small = (*step.small, *also, "--also-tokens", "600", "--also-rounds", "1")
+        time_s = estimate_s(18, rounds_s, *AGENTS_S.values())
+        return replace(step, estimate_s=time_s, small=small)
+
+    def agents(self, name: str, users: int, scale: int, *words: str, turns: int) -> Step:
+        """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
+        traces = ("agents_engine", "--traces", str(TRACES), "--logs", "{folder}")
+        who = ("--users", str(users), "--scale", str(scale), "--turns", str(turns))
+        limits = ("--think-s", "1", "--seconds", str(max(AGENTS_S.values())), "--rounds", "1")
+        sizes = ("--prompt-tokens", str(256_000 // scale), "--cpu-bytes", "24GiB")
+        args = ("--block-size", "16", "--engine-args", json.dumps(QUICK | AGENTS_POOL))
+        full = (*traces, "--shape", "llama", *who, *limits, *sizes, *args, *words)
+        small = (*traces[1:], "--users", "3", "--turns", "3", "--scale", "256", "--think-s", "1",
+                 *SMALL, "--only", *ENGINES)  # fmt: skip
+        time_s = estimate_s(24, 2 * len(ENGINES) * max(AGENTS_S.values()))
+        step = self.bench(name, time_s, *full, small=small)
+        return replace(step, lacks="" if TRACES.is_file() else f"no {TRACES.name} in shared/traces")
