@@ -393,6 +393,16 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.restore_kv_caches()
 
     @contained(lambda: None)
+    def get_handshake_metadata(self) -> None:
+        """There is none. vLLM asks for it when it has captured its graphs.
+
+        An engine that may sleep before its first step tells nothing of that (0.32), so it counts as
+        busy. Source: `EngineCore.__init__` in vllm/v1/engine/core.py (0.32.0).
+        """
+        if not self._vllm_config.model_config.enable_sleep_mode:
+            self.worker.engine_has_started()
+
+    @contained(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, StepPlan):
             self.worker.handle_preemptions(kv_connector_metadata)

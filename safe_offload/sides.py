@@ -104,6 +104,9 @@ class WorkerSide(Side):
     def restore_kv_caches(self) -> None:
         """vLLM has its KV cache again."""
 
+    def engine_has_started(self) -> None:
+        """Nothing is captured any more; the first step may come at any moment."""
+
     def handle_preemptions(self, plan: StepPlan) -> None:
         """Nothing of a step has been written."""
 

@@ -47,6 +47,7 @@ from safe_offload.protocol import (
 from safe_offload.sides import WorkerSide
 from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.opening import Opened, Opening, storage_of
+from safe_offload.worker.self_test import IdleTiming
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,7 @@ class WorkerBridge(WorkerSide):
         self._left_behind: Opened | None = None
         """What a copy may still touch after `shutdown`."""
         self._is_asleep = False
+        self._idle_timing: IdleTiming | None = None  # until the first step
         # Of the last plan: what no hook has started, whether one after its forward was called, and
         # whether the step may wait.
         self._loads: tuple[Transfer, ...] = ()
@@ -141,7 +143,27 @@ class WorkerBridge(WorkerSide):
         """Use transfers that run."""
         assert self.opened is None
         opened.transfers.take_copied()  # of the self-test
-        self.opened = opened
+        self.opened, self._idle_timing = opened, opened.idle_timing
+
+    def engine_has_started(self) -> None:
+        """Time the copies again until the first step: nothing is captured any more."""
+        if self._idle_timing is not None:
+            self._idle_timing.start()
+
+    def _end_idle_timing(self) -> None:
+        timing, self._idle_timing = self._idle_timing, None
+        if timing is None:
+            return
+        has_ended = timing.stop()
+        if self.opened is not None:
+            self.opened.transfers.take_copied()
+        if not has_ended:
+            logger.error(
+                "A copy that was timed before the first step does not end. The connector goes on "
+                "as a cache that always misses. Look for a hanging device, and restart."
+            )
+            self._is_lost = True
+            self.shutdown()
 
     def unregister_kv_caches(self) -> None:
         """Wait for the copies in flight: vLLM is about to take the KV cache's memory away (sleep).
@@ -152,6 +174,7 @@ class WorkerBridge(WorkerSide):
             TransferError: a copy does not end; the memory must not be taken from under it.
         """
         self._is_asleep = True
+        self._end_idle_timing()
         self._cancel_unstarted()
         deadline_s = time.monotonic() + SLEEP_TIMEOUT_S
         while self.opened is not None:
@@ -174,6 +197,7 @@ class WorkerBridge(WorkerSide):
 
     def shutdown(self) -> None:
         """End the transfers and give the host memory back; a second call does nothing."""
+        self._end_idle_timing()
         opened, self.opened = self.opened, None
         if opened is None:
             return
@@ -192,6 +216,8 @@ class WorkerBridge(WorkerSide):
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         """Rescue and fence what this step is about to overwrite."""
+        if self._idle_timing is not None:
+            self._end_idle_timing()
         if self._is_forward_issued:
             self.wait_for_save()  # of the last step, if no hook has
         for transfer in plan.stores_before_forward:
@@ -201,6 +227,8 @@ class WorkerBridge(WorkerSide):
 
     def bind_connector_metadata(self, plan: StepPlan) -> None:
         """Take the plan; of a step that did not end nothing is lost."""
+        if self._idle_timing is not None:
+            self._end_idle_timing()
         self._cancel_unstarted()
         self._is_forward_issued = False
         self._may_wait = plan.is_idle

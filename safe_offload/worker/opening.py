@@ -41,7 +41,7 @@ from safe_offload.worker.memory.shared_memory import (
     share_memory,
 )
 from safe_offload.worker.pool import PoolMemory, open_pool
-from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.self_test import IdleTiming, SelfTest
 from safe_offload.worker.tier_runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
@@ -76,6 +76,7 @@ class Opened:
         share: which part of each store is this rank's.
         pool: where other engines keep their slots, too.
         storage: of the KV cache; it must stay for as long as something may be copied.
+        idle_timing: None where there is no choice, or where slots may be used by other engines.
     """
 
     transfers: Transfers
@@ -84,6 +85,7 @@ class Opened:
     storage: Any
     tiers: TierRunner | None = None
     pool: PoolMemory | None = None
+    idle_timing: IdleTiming | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ class Opening:
                 transfers, tiers = self._start(backend, host, layout, share, has_table=has_table)
             made.pop_all()
             made.callback(_close, transfers, pool)
+            idle_timing = None
             if self.config.self_test:
                 # Other ranks of the share test in this memory too, each in slots of its own.
                 slots = share.part(layout.slots_per_slab) if share.count > 1 else None
@@ -154,6 +157,8 @@ class Opening:
                         slots = share.part(len(free))
                     if not test.run(slots=slots):
                         return None
+                if pool is None and backend.choices:
+                    idle_timing = IdleTiming(test)
             made.pop_all()
         logger.info(
             "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes in %s, %d of them "
@@ -167,7 +172,7 @@ class Opening:
             backend.num_usable_slots,
             ", ".join(path.value for path in backend.paths),
         )
-        return Opened(transfers, backend, share, storage, tiers, pool)
+        return Opened(transfers, backend, share, storage, tiers, pool, idle_timing)
 
     def _start(
         self,

@@ -3,7 +3,9 @@
 Each way to copy is tried on the real memory: patterns go from blocks to slots and back, neighbours
 and scattered ones, and a store is overtaken by a fenced overwrite. Every byte is compared, those
 beside the copies too, and the blocks get back what was in them. A way that fails is not used. Where
-each copy chooses between two ways, both are timed on the blocks of this model.
+each copy chooses between two ways, both are timed on the blocks of this model: at the start, and
+again when the engine has started and nothing has been asked yet, as others may have held up the bus
+or the driver before.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ PATTERN_BYTES = 16 << 20  # about what one pattern has at most; two blocks at le
 TIMED_RANGES = 1024  # about what a timed copy has at most; one block at least
 TIMED_ROUNDS = 3  # of which the shortest counts: others share the machine
 TIMING_S = 0.3  # after so long no other copy is timed, and nothing is learnt
+IDLE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # before each further timing: others may go on
+FASTER = 0.9  # of the time before, so that it is told
 STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a fence comes first
 
 
@@ -100,7 +104,8 @@ class SelfTest:
         thread.start()
         thread.join(timeout_s + 1.0)
         if thread.is_alive():
-            self._give_up()
+            self.give_up()
+            self._sound = []
         elapsed_s = time.monotonic() - start_s
         for path, problem in self.problems.items():
             logger.error(
@@ -125,11 +130,33 @@ class SelfTest:
             logger.info("Copies of scattered blocks were timed: %s.", ", ".join(self._rates()))
         return True
 
-    def _give_up(self) -> None:
-        """Let the thread that hangs end without another step when it goes on."""
+    def time_again(self) -> None:
+        """Time the ways again while nothing runs; of each copy the shortest time counts.
+
+        Raises:
+            GivenUpError: something is about to run.
+        """
+        before, self._timed = self._timed, []
+        self._deadline_s = time.monotonic() + TIMEOUT_S
+        try:
+            with self._backend.undisturbed():
+                self._time_choices()
+        finally:
+            found = self._timed or before
+            if len(found) == len(before):
+                pairs = zip(before, found, strict=True)
+                found = [min(pair, key=lambda timed: timed.seconds) for pair in pairs]
+            self._timed = found
+            self._backend.use(tuple(self._sound), found)
+        times = zip(found, before, strict=False)
+        if any(new.seconds < FASTER * old.seconds for new, old in times):
+            rates = ", ".join(self._rates())
+            logger.info("Copies of scattered blocks were timed again while nothing ran: %s.", rates)
+
+    def give_up(self) -> None:
+        """Let the test's thread end without another step; wait for the one it is in."""
         has_ended = self._in_step.acquire(timeout=STEP_TIMEOUT_S)
         self._is_given_up = True
-        self._sound = []
         if has_ended:
             self._in_step.release()
 
@@ -224,6 +251,10 @@ class SelfTest:
             yield scattered[0][:1], scattered[1][:1]
             yield scattered[0][:count], scattered[1][:count]
             yield range(num_blocks - count, num_blocks), allowed[:count]
+
+    def bind_thread(self) -> None:
+        """Let the calling thread use the device."""
+        self._rows.bind_thread()
 
     def _rates(self) -> Iterator[str]:
         """Yield what scattered blocks were copied at, by direction and way."""
@@ -337,6 +368,50 @@ class SelfTest:
             raise TransferError(
                 FailureReason.COPY_FAILED, f"{what}: {num_wrong} of {expected.size} bytes are wrong"
             )
+
+
+class IdleTiming:
+    """Times the ways to copy again, on a thread of its own, until the first step.
+
+    Until then no block and no slot holds anything: the timing copies blocks to slots and back.
+
+    Args:
+        test: that has passed.
+    """
+
+    def __init__(self, test: SelfTest) -> None:
+        self._test = test
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, once the engine has started; a second call does nothing."""
+        if self._thread is None:
+            name = "safe-offload-idle-timing"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> bool:
+        """End it before anything runs: within a copy of some MiB. Return False if a copy hangs."""
+        if self._thread is None:
+            return True
+        self._stopping.set()
+        self._test.give_up()
+        self._thread.join(STEP_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._test.bind_thread()
+        for pause_s in IDLE_PAUSES_S:
+            if self._stopping.wait(pause_s):
+                return
+            try:
+                self._test.time_again()
+            except GivenUpError:
+                return
+            except Exception:
+                logger.exception("The timing of the copies ended with an error")
+                return
 
 
 def _spread(count: int, num_wanted: int) -> list[int]:

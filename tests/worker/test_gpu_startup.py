@@ -22,8 +22,10 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
 from safe_offload.protocol import FailureReason, StepPlan, Transfer
+from safe_offload.worker import self_test
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.opening import Opened, Opening
+from safe_offload.worker.self_test import SelfTest
 from tests.worker.copies.fake_device import FakeGpu
 from tests.worker.vllm_gpu import GRAPH_SIZES, Worker, end_worker, make_worker
 from tests.worker.waiting import PATIENCE_S, wait_until
@@ -178,6 +180,45 @@ def test_nothing_of_ours_comes_from_the_memory_that_sleeps_with_the_kv_cache(wor
     """vLLM registers inside of a pool of torch's, which is unmapped while the engine sleeps."""
     worker.start()
     assert gpu.pooled == []
+
+
+def is_timing() -> bool:
+    return "safe-offload-idle-timing" in {thread.name for thread in threading.enumerate()}
+
+
+def test_copies_are_timed_again_when_vllm_has_captured_and_until_the_first_step(
+    worker, monkeypatch
+):
+    """Others may have held up the bus or the driver as this engine started."""
+    monkeypatch.setattr(self_test, "IDLE_PAUSES_S", (0.0,) * 10_000)
+    attempts, time_again = [], SelfTest.time_again
+    monkeypatch.setattr(
+        SelfTest, "time_again", lambda test: (time_again(test), attempts.append(test))
+    )
+    worker.start()
+    assert not is_timing(), "a capture can be invalidated by what others call meanwhile"
+    for block in range(40):
+        worker.machine.fill(block, block + 1)
+    assert worker.get_kv_connector_handshake_metadata() is None
+    wait_until(lambda: len(attempts) > 1)
+    worker.step(store(1, block=2, slot=0))
+    assert not is_timing()
+    assert [worker.machine.read(block) for block in range(40)] == [{b + 1} for b in range(40)]
+    assert settle(worker, 1) == {1: None}
+    worker.get_kv_connector_handshake_metadata()
+    assert not is_timing(), "blocks and slots are in use by now"
+
+
+@pytest.mark.parametrize("ends", ["shutdown", "sleep"])
+def test_nothing_is_timed_where_the_memory_goes_away(worker, monkeypatch, ends):
+    monkeypatch.setattr(self_test, "IDLE_PAUSES_S", (0.0,) * 10_000)
+    sleeps = ends == "sleep"
+    monkeypatch.setattr(worker.vllm_config.model_config, "enable_sleep_mode", sleeps, raising=False)
+    worker.start()
+    worker.get_kv_connector_handshake_metadata()
+    assert is_timing() is not sleeps
+    worker.shutdown()
+    assert not is_timing()
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -412,6 +453,11 @@ def test_the_engine_profiles_then_makes_the_kv_cache_then_warms_up():
     names = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
     names = tuple(f"model_executor.{name}" for name in names)
     assert calls_of(EngineCore._initialize_kv_caches, *names) == list(names)
+
+
+def test_the_engine_asks_for_the_handshake_when_the_workers_have_captured():
+    names = ["_initialize_kv_caches", "model_executor.get_kv_connector_handshake_metadata"]
+    assert calls_of(EngineCore.__init__, *names) == names
 
 
 def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
