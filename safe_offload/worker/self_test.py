@@ -77,6 +77,7 @@ class SelfTest:
         self._last_id = 0
         self._in_step = threading.Lock()
         self._is_given_up = False
+        self._has_run = False
         self._sound: list[CopyPath] = []
         self._timed: list[TimedCopy] = []
         self.problems: dict[CopyPath, str] = {}
@@ -121,6 +122,7 @@ class SelfTest:
             )
             return False
         self._backend.use(tuple(self._sound), self._timed)
+        self._has_run = True
         logger.info(
             "The self-test of the copies took %.2f s. Passed: %s.",
             elapsed_s,
@@ -218,7 +220,8 @@ class SelfTest:
         except GivenUpError:
             raise
         except Exception as error:
-            logger.info("The ways to copy are chosen without being timed: %s", error)
+            level = logging.DEBUG if self._has_run else logging.INFO
+            logger.log(level, "The ways to copy are chosen without being timed: %s", error)
             if time.monotonic() > self._deadline_s:
                 self._sound = []  # a copy may still be in flight, in blocks that vLLM uses soon
 

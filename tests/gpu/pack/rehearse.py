@@ -19,14 +19,17 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 THERE = ("torch", "transformers", "cupy", "pytest", "pytest-timeout", "numpy", "scipy", "pandas",
          "matplotlib", "pillow", "psutil", "requests", "aiohttp", "einops", "sentencepiece",
          "protobuf", "py-cpuinfo", "pyyaml", "cloudpickle", "six", "setuptools", "nvidia-ml-py",
-         "prometheus-client", "tqdm", "triton", "importlib-metadata")  # fmt: skip
-"""Packages of the machine with the GPU; and what these need."""
+         "prometheus-client", "tqdm", "triton", "importlib-metadata", "httpx", "uvloop", "xxhash",
+         "numba")  # fmt: skip
+"""Packages of the machine with the GPU, where engines have run; it has what these need, too."""
+ASKED = ("supports_fp8", "supports_block_fp8", "supports_fp4")
+"""Kernels that vLLM's modules ask of its library as they are imported: cutlass_scaled_mm_…"""
 MODULES = """
 vllm.vllm_flash_attn vllm.v1.engine.core vllm.v1.engine.async_llm vllm.v1.engine.core_client
 vllm.v1.executor.uniproc_executor vllm.v1.executor.multiproc_executor
@@ -52,9 +55,9 @@ class Hidden(PathFinder):
     names: frozenset[str] = frozenset()
 
     @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.partition(".")[0] in cls.names:
-            raise ModuleNotFoundError(f"{fullname} is neither packed nor there", name=fullname)
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+        is_hidden = fullname.partition(".")[0] in cls.names
+        return None if is_hidden else super().find_spec(fullname, path, target)
 
 
 def needed_by(names: tuple[str, ...]) -> set[str]:
@@ -82,16 +85,32 @@ def hide_what_will_not_be_there() -> None:
         tops = {str(file).partition("/")[0].partition(".")[0] for file in one.files or ()}
         is_packed = Path(str(one.locate_file(""))).resolve() in packed
         (visible if is_packed or name in there else hidden).update(tops)
-    for entry in packed:
+    for entry in {*packed, Path.cwd()}:
         visible |= {path.name.partition(".")[0] for path in entry.iterdir()}
     Hidden.names = frozenset(name for name in hidden - visible if name.isidentifier())
-    sys.meta_path.insert(0, Hidden)
+    sys.meta_path[sys.meta_path.index(PathFinder)] = Hidden
+
+
+def stand_in_for_libraries() -> None:
+    """Take the place of vLLM's libraries, which need a torch for CUDA."""
+    import torch
+
+    for name in (*(f"cutlass_scaled_mm_{one}" for one in ASKED), "cutlass_group_gemm_supported"):
+        setattr(torch.ops._C, name, lambda *_: False)
+    (vllm,) = (Path(one) for one in os.environ["PYTHONPATH"].split(":") if Path(one).name == "vllm")
+    for file in vllm.rglob("*.so"):
+        parts = file.relative_to(vllm).with_name(file.name.partition(".")[0]).parts
+        sys.modules[".".join(parts)] = ModuleType(".".join(parts))
+        print("not loaded, as this torch is for a CPU:", file.name)
 
 
 def pretend_a_gpu() -> None:
     """Tell vLLM of a GPU of compute capability 9.0."""
     import torch
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that vLLM takes Triton without a driver
+    if torch.version.cuda is None:
+        stand_in_for_libraries()
     properties = SimpleNamespace(
         total_memory=80 << 30, multi_processor_count=132, major=9, minor=0, name="none"
     )
