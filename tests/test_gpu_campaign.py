@@ -307,13 +307,13 @@ def test_figures_name_first_where_a_peer_is_ahead_and_draw_pictures(tmp_path):
     part = tmp_path / "return-llama/figures-busy.json"
     part.write_text(json.dumps({"samples": {"ours": {"hit": [1.5]}, "OC": {"hit": [1.25]}}}))
     assert [*figures.peers_ahead(figures.read(tmp_path))] == [
-        "return-llama-busy, hit: OC 1.2500 s, ours 1.5000 s",
         "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s",
+        "return-llama-busy, hit: OC 1.2500 s, ours 1.5000 s",
     ]
     names = ["returns.png", "beside.png"]
     assert [picture.name for picture in figures.draw_all(tmp_path)] == names
     text = campaign.render([], Results(tmp_path))
-    assert "another connector is ahead: 2.\n- return-llama-busy, hit" in text
+    assert "another connector is ahead: 2.\n- return-llama, own hit" in text
     assert all(f"({name})" in text for name in names)
 
 

@@ -323,7 +323,10 @@ def render(steps: Sequence[Step], results: Results) -> str:
 
 def told_by(folder: Path) -> str:
     """Return what a benchmark found, as text, or the counts of tests."""
-    texts = [json.loads(file.read_text()).get("text") for file in figures.files_of(folder)]
+    texts = [
+        json.loads(file.read_text()).get("text")
+        for file in figures.files_of(folder.name, folder.parent)
+    ]
     return "\n\n".join(filter(None, texts)) or counts_of(folder / LOG)
 
 

@@ -22,15 +22,15 @@ Steps = Mapping[str, Any]
 """The figures of each step that has some; of a part of it under its name and that of the part."""
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the files with figures of a step: of its parts, and of the whole."""
+def files_of(step: str, folder: Path) -> list[Path]:
+    """Return the files with figures of a step: of the whole, and of its parts."""
     stem, _, ending = FIGURES.partition(".")
-    return sorted(folder.glob(f"{stem}*.{ending}"))
+    return sorted(folder.glob(f"{step}/{stem}*.{ending}"), key=lambda file: file.stem)
 
 
 def read(folder: Path) -> Steps:
-    files = [file for step in sorted(folder.iterdir()) for file in files_of(step)]
     stem, _, _ = FIGURES.partition(".")
+    files = files_of("*", folder)
     return {f"{f.parent.name}{f.stem.removeprefix(stem)}": json.loads(f.read_text()) for f in files}
 
 
