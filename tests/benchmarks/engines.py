@@ -49,10 +49,14 @@ def with_model(
         options = shapes.take_shape(options, arguments.shape, Path(name))
         seeded = shapes.SEEDED if options.model in get_args(ModelKind) else {}
         options = replace(options, engine_args=seeded | options.engine_args | engine_args)
-        options = tiny(options, Path(name))
-        if "kv_cache_memory_bytes" not in options.engine_args:
-            options = bench_engine.fit_to_model(options, logs, print)
-        yield options, logs
+        yield sized(options, Path(name), logs), logs
+
+
+def sized(options: BenchOptions, folder: Path, logs: Path) -> BenchOptions:
+    """Return the options with the sizes of their model; a tiny one is made in the folder."""
+    options = tiny(options, folder)
+    is_sized = "kv_cache_memory_bytes" in options.engine_args
+    return options if is_sized else bench_engine.fit_to_model(options, logs, print)
 
 
 def random_prompt(generator: random.Random, num_tokens: int) -> tuple[int, ...]:

@@ -31,9 +31,8 @@ from safe_offload.commands.bench.report import (
 )
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import transfer
-from tests.benchmarks.engine import tiny
 from tests.benchmarks.engine_watch import Watched, answer_watched, start_watching
-from tests.benchmarks.engines import TIMEOUT_S, ours
+from tests.benchmarks.engines import TIMEOUT_S, ours, sized
 from tests.benchmarks.transfer_cases import KIB, Case, Traffic
 from tests.benchmarks.transfer_rigs import OURS as OUR_WAY
 from tests.gpu import shapes
@@ -120,7 +119,7 @@ def measure_engines(options: BenchOptions, log_folder: Path | None) -> tuple[Fou
     with tempfile.TemporaryDirectory(prefix="safe-offload-layouts-") as name, ExitStack() as on:
         logs = log_folder or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
-        options = bench_engine.fit_to_model(tiny(options, Path(name)), logs, print)
+        options = sized(options, Path(name), logs)
         engines: dict[str, EngineProcess] = {}
         ranges: dict[str, str] = {}
         for layout in samples:

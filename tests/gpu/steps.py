@@ -18,7 +18,10 @@ GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}, "max_num_seqs": 32}
 """Without torch.compile, which takes longer than what is measured: as in docs/benchmarks/gpu.md."""
 POOL = {"kv_cache_memory_bytes": 3 << 30}
-"""For prompts of 16,000 tokens; given, so that engines can start at once on one GPU."""
+"""For prompts of 16,000 tokens. It is given, so that no engine measures what memory is free while
+others start on the same GPU."""
+SMALL_POOL = {"kv_cache_memory_bytes": 1_717_986_918}
+"""1.6 GiB: of three prompts of the llama shape each pushes out the one before."""
 AGENTS_POOL = {"kv_cache_memory_bytes": 8 << 30}
 """That the longest context fits into; how many blocks are used follows from the contexts."""
 
@@ -38,8 +41,9 @@ SPECULATIVE: dict[str, Any] = {
 NOTHING: Mapping[str, Any] = {}
 SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
 CPU_MLA = {"attention_backend": "CPU_MLA"}  # the one with AMX takes no float32
-SIZED = ("preempted", "soak", "ranks", "restart", "sleep")
-"""Scenarios with a pool of 1.6 prompts, for which an engine is asked first."""
+PRESSED = ("ends", "preempted", "restart", "soak")
+FEW_BLOCKS = ("--block-size", "16", "--num-gpu-blocks", "1602")
+"""Of scenarios, with the llama shape, whose pool has 1.6 prompts, or whose blocks are known."""
 SANITIZER = "compute-sanitizer"
 TRACES = next(
     (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
@@ -47,7 +51,7 @@ TRACES = next(
     ROOT / "shared/traces/agents.json.gz",
 )  # fmt: skip
 """Recorded agents; `shared` lies in the checkout or beside it."""
-SMALL = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
+SMALL: tuple[str, ...] = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
 LOADS = {"kv_connector": OURS, "kv_connector_extra_config": {"min_load_tokens": 0}}
 """A tiny model on a CPU computes as fast as it loads; a hit is to be loaded all the same."""
 SMALL += ("--kv-transfer-config", json.dumps(LOADS))
@@ -113,7 +117,7 @@ def first_steps(python: str) -> list[Step]:
     llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
     quick = ("--blocks", "4", "--copy-rounds", "3")
     sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
-    args = ("--engine-args", json.dumps(QUICK | POOL))
+    args = ("--engine-args", json.dumps(QUICK | SMALL_POOL))
     shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
     return [
         make.tests("smoke", 20, *smoke),
@@ -213,9 +217,10 @@ class Maker:
         num_gpus: int = 1,
         **engine_args: Any,
     ) -> Step:
-        sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
-        pool = NOTHING if scenario in SIZED else POOL
-        arguments = ("--engine-args", json.dumps({**GRAPHS, **pool, **gpu_only, **engine_args}))
+        sizes: tuple[str, ...] = ("--prompt-tokens", "16000", "--rounds", "3")
+        sizes += ("--cpu-bytes", "16GiB")
+        sizes += FEW_BLOCKS if scenario in PRESSED else ()
+        arguments = ("--engine-args", json.dumps({**GRAPHS, **POOL, **gpu_only, **engine_args}))
         small_arguments = ("--engine-args", json.dumps({**cpu_only, **engine_args}))
         what = ("--scenario", scenario)
         logs = ("--logs", "{folder}")
