@@ -4,7 +4,8 @@ That machine has Python, torch for CUDA 13, transformers, cupy and pytest. Four 
 rest, each of which unpacks by itself: vLLM's Python files; its libraries with the machine code of
 one kind of GPU (trim_fatbin.py); the packages in packages.txt, with this package for its entry
 points; and a checkout, with its commit and the recorded agents. `unpack.sh` lies beside them. With
---rehearse the same is packed for this Python, unpacked and tried (rehearse.py).
+--rehearse the same is packed for this Python, unpacked and tried (rehearse.py); what vLLM learns of
+its models then is packed, too, and spares each engine a process of some seconds.
 
 Left out of vLLM: FlashAttention 2, FlashMLA, DeepGEMM, qutlass, the kernels of experts. A model
 that needs one of them does not run.
@@ -180,8 +181,13 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="safe-offload-rehearsal-") as name:
         own = ".".join(platform.python_version_tuple()[:2])
-        pack(arguments, Path(name) / "packed", own, preset=0)
-        return rehearse(Path(name) / "packed")
+        packed = Path(name) / "packed"
+        pack(arguments, packed, own, preset=0)
+        status = rehearse(packed)
+        learnt = (packed / "unpacked/cache/modelinfos").glob("*.json")
+        files = {f"modelinfos/{file.name}": file.read_bytes() for file in learnt}
+        write(arguments.out, "cache", files, preset=6)
+        return status
 
 
 if __name__ == "__main__":

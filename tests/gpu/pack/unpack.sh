@@ -8,6 +8,7 @@ unpack() {
         "$packed/$1.tar.xz" "$target/$2"
 }
 unpack vllm vllm & unpack libs vllm & unpack site site & unpack project project & wait
+[ ! -e "$packed/cache.tar.xz" ] || unpack cache cache
 "${PYTHON:-python3}" -m compileall -q -j 0 "$target" >/dev/null
 # Without the last, vLLM imports flashinfer as it makes the sampler.
 export PYTHONPATH="$target/site:$target/vllm" VLLM_CACHE_ROOT="$target/cache" HF_HUB_OFFLINE=1 \
