@@ -155,7 +155,8 @@ def configure(engine: str, words: list[str], folder: Path) -> str:
     parser = ArgumentParser()
     module = agents_engine if words[0] == "agents_engine" else connectors
     module.add_arguments(parser)
-    arguments = parser.parse_args(words[1:])
+    few = ("--cpu-bytes", "256MiB")  # ours looks whether a machine has the memory
+    arguments = parser.parse_args([*words[1:], *few])
     options = bench_engine.read_options(arguments)
     options = shapes.take_shape(options, arguments.shape, folder)
     how = bench_engine.engine_options(options)[BASELINE].arguments
