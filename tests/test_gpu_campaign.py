@@ -268,7 +268,7 @@ def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "llama" else [])
+        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "link" else [])
         for step in make_steps(sys.executable)
         if "tests.gpu.small" in step.small and not step.lacks
     ],

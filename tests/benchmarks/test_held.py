@@ -22,6 +22,7 @@ ONE_KIND = ("Llama-3.1-8B", "DeepSeek-V3.2", "MiniMax-M3")
 measured = functools.cache(lambda name: measure(MODELS[name], PROMPT_TOKENS))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ONE_KIND)
 def test_where_all_attention_is_full_the_host_holds_what_is_read(name):
     held = measured(name)
@@ -29,6 +30,7 @@ def test_where_all_attention_is_full_the_host_holds_what_is_read(name):
     assert (held.unshared, held.padding, held.kept) == (0, 0, 0)
 
 
+@pytest.mark.nightly
 def test_what_is_read_of_a_model_with_windows_is_what_its_configuration_says():
     read = measured("Gemma-3-27B").read
     token_bytes = 2 * 16 * 128 * 2
@@ -44,6 +46,7 @@ def test_the_parts_are_all_that_the_host_holds(tmp_path):
     assert sum(parts) == figures["host"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "Gemma-3-27B", "Kimi-Linear-48B"])
 def test_what_stays_when_memory_is_short_is_at_most_a_tenth_more_than_is_read(name):
     held = measured(name)
@@ -51,6 +54,7 @@ def test_what_stays_when_memory_is_short_is_at_most_a_tenth_more_than_is_read(na
     assert held.short < held.host
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "Kimi-Linear-48B"])
 def test_memory_that_is_short_is_full_of_whole_prompts(name):
     num_held, num_needed = measured(name).num_slots

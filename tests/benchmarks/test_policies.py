@@ -42,6 +42,7 @@ def test_one_off_prompts_do_not_push_out_a_shared_prefix(policy):
     assert hit_rate("one-off", policy, 0.05) >= 1.5 * hit_rate("one-off", "lru", 0.05) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("policy", "part"), [("slru", 0.97), ("returns", 0.9)])
 @pytest.mark.parametrize("name", GENERATORS)
 def test_no_trace_is_much_worse_than_with_lru(name, policy, part):

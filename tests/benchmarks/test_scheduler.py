@@ -16,6 +16,15 @@ COPY_STEPS = 1
 OURS = ("ours-eager", "ours-lazy")
 WITH_HOOKS = [name for name in CONTESTANTS if name != "none"]
 
+BY_DAY = ("chats", "pressure")
+
+
+def nightly(trace: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if trace in BY_DAY else (pytest.mark.nightly,)
+
+
+EVERY_TRACE = [pytest.param(trace, marks=nightly(trace)) for trace in TRACES]
+
 INSTRUCTIONS_MAX = {
     ("ours-eager", "simple-eager", "chats"): 0.34,
     ("ours-eager", "simple-eager", "turns"): 0.36,
@@ -52,7 +61,7 @@ def instructions_of(name: str, trace: str) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("trace", EVERY_TRACE)
 def test_every_connector_answers_every_request_with_the_same_tokens(trace, layout):
     _, expected = observed(trace, layout, "none")
     assert len(expected) == make_trace(trace, layout, share=TINY_SHARE).num_requests
@@ -61,7 +70,7 @@ def test_every_connector_answers_every_request_with_the_same_tokens(trace, layou
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("trace", EVERY_TRACE)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_keeps_no_block_from_the_pool(name, trace, layout):
     assert observed(trace, layout, name)[0].kept_max == 0
@@ -95,12 +104,16 @@ def test_a_step_executes_no_more_when_ten_times_as_much_is_stored(name, monkeypa
     assert much.functions == pytest.approx(little.functions, rel=0.01)
 
 
-@pytest.mark.parametrize(("mine", "other", "trace"), INSTRUCTIONS_MAX)
+@pytest.mark.parametrize(
+    ("mine", "other", "trace"),
+    [pytest.param(*case, marks=nightly(case[-1])) for case in INSTRUCTIONS_MAX],
+)
 def test_ours_executes_at_most_a_fixed_share_of_what_the_other_does(mine, other, trace):
     ratio = instructions_of(mine, trace) / instructions_of(other, trace)
     assert ratio <= INSTRUCTIONS_MAX[mine, other, trace]
 
 
+@pytest.mark.nightly
 def test_a_small_run_times_every_hook(monkeypatch, capsys):
     monkeypatch.setattr(scheduler, "QUICK_SHARE", TINY_SHARE)
     command = ["scheduler", "--quick", "--rounds", "1", "--traces", "long"]

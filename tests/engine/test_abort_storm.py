@@ -1,6 +1,6 @@
 """A storm of requests and aborts over HTTP against a real vLLM server with the connector.
 
-160 requests, a third of them cut off by the client, meet a GPU pool that preempts all the time and
+100 requests, a third of them cut off by the client, meet a GPU pool that preempts all the time and
 a host pool that evicts all the time. Every token that any client received is compared with the
 answer of a server without the connector, and afterwards every GPU block and host slot is free.
 
@@ -33,9 +33,9 @@ from tests.engine.http_server import HANG_S, HttpServer
 
 SEED = int(os.environ.get("STORM_SEED", "1"))
 
-NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "160"))
+NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "100"))
 NUM_CUT_OFF = NUM_REQUESTS // 3
-NUM_PROMPTS = 48
+NUM_PROMPTS = 32
 NUM_PREFIXES = 8
 NUM_ANSWER_TOKENS_MIN, NUM_ANSWER_TOKENS_MAX = 60, 100
 NUM_IN_FLIGHT = 16

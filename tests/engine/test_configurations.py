@@ -1,5 +1,7 @@
 """Settings under which the connector does less, and the engine as much as ever."""
 
+import pytest
+
 from tests.engine.engines import (
     ABC_TWICE,
     NUM_PROMPT_TOKENS,
@@ -70,6 +72,7 @@ def test_in_lazy_mode_prompts_come_back_from_the_host(model, plain_llama, tmp_pa
     report.check_well()
 
 
+@pytest.mark.nightly
 def test_with_checksums_and_little_in_flight_prompts_come_back_from_the_host(
     model, plain_llama, tmp_path
 ):

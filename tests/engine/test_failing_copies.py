@@ -26,8 +26,8 @@ from tests.engine.clients import (
 from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 
-NUM_REQUESTS = int(os.environ.get("FAULTY_REQUESTS", "150"))
-NUM_PROMPTS = 40
+NUM_REQUESTS = int(os.environ.get("FAULTY_REQUESTS", "100"))
+NUM_PROMPTS = 30
 NUM_ANSWER_TOKENS = 24
 NUM_IN_FLIGHT = 8
 FAULTS = {"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}

@@ -111,6 +111,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_the_hints_of_the_page_in_vllms_own_field_are_done_too(model, tmp_path):
     pytest.importorskip("vllm.v1.kv_hints", reason="vLLM 0.31 on has hints")
     options = {

@@ -34,7 +34,7 @@ def job(model: GetModel, kind: ModelKind, *layouts: str, **more: Any) -> Job:
     return replace(made, options={"layouts": layouts} if layouts else {})
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3"])
 def test_blocks_in_one_piece_come_back_with_the_same_tokens(kind, model, plain, tmp_path):
     """Full attention, and a hybrid model, whose three groups lie over one another in a block."""
     wish = connector(enable_cross_layers_blocks="true")
@@ -47,7 +47,9 @@ def test_blocks_in_one_piece_come_back_with_the_same_tokens(kind, model, plain, 
     ours.check_well()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.nightly) for k in ("llama", "deepseek")), "gemma3"]
+)
 def test_where_they_cannot_be_had_nothing_is_said_and_nothing_changes(kind, model, tmp_path):
     """The kernels of CPU_MLA fail at the first request with a layout that it says it reads."""
     settings = MLA if kind == "deepseek" else {}

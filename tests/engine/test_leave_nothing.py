@@ -34,7 +34,7 @@ def job(model: Path, tiers: list[dict[str, Any]], params: dict[str, Any], **extr
     return replace(made, prompts=prompts, options={"params": params})
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lazy", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_what_is_to_leave_nothing_is_in_no_memory_no_file_no_server_and_no_event(
     model, tmp_path, lazy
 ):

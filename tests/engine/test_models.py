@@ -13,7 +13,9 @@ from tests.engine.engines import (
 )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3", "deepseek"]
+)
 def test_prompts_come_back_from_the_host_with_the_same_tokens(kind, model, plain, tmp_path):
     """Full attention; the same with two sliding-window groups; multi-head latent attention.
 

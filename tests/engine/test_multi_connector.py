@@ -91,6 +91,7 @@ def test_what_another_connector_has_loaded_comes_back_from_the_host(
     report.check_well()
 
 
+@pytest.mark.nightly
 def test_an_engine_finds_in_the_tier_what_the_last_one_stored(model, plain_llama, tmp_path):
     """Ours is asked first by one engine and last by the next; the other one's files are gone."""
     ours = connector(tiers=[tier_at(tmp_path / "tier")])

@@ -65,7 +65,7 @@ def check_found_again(first: Report, second: Report, num_hit: int) -> None:
     assert second.tokens == first.tokens
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3"])
 def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
     """With checksums, which lie beside the slots."""
     one = job(model(kind), verify="load")
@@ -82,7 +82,7 @@ def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "deepseek"])
 def test_two_ranks_find_what_the_last_two_stored(kind, model, tmp_path, pools):
     """Each has a file of its own; of MLA both have one, and each stores half of it."""
     mla = MLA if kind == "deepseek" else {}

@@ -25,7 +25,7 @@ from tests.tiny_vision import IMAGE_ID, write_tiny_vision_model
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
-NUM_EDITS = 2
+NUM_EDITS = 1
 NUM_IMAGE_PROMPT = 129
 OTHER_PIXELS = {"do_normalize": False}
 """As many tokens of an image, and other values."""

@@ -31,7 +31,10 @@ PIPELINE_PARALLEL = {
 
 @pytest.mark.parametrize(
     "parallel",
-    [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
+    [
+        pytest.param(TENSOR_PARALLEL, id="tensor"),
+        pytest.param(PIPELINE_PARALLEL, id="pipeline", marks=pytest.mark.nightly),
+    ],
 )
 def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(parallel, model, tmp_path):
     """Scheduler and ranks in processes of their own, which all end with the engine.

@@ -124,7 +124,10 @@ def configuration(role: str, *, is_ours_first: bool) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["NIXL first", "ours first"])
+@pytest.fixture(
+    scope="module",
+    params=["NIXL first", pytest.param("ours first", marks=pytest.mark.nightly)],
+)
 def pair(request, model, tmp_path_factory, expected):
     is_ours_first = request.param == "ours first"
     folder = tmp_path_factory.mktemp("pair")

@@ -55,7 +55,7 @@ def check_found_again(first: Report, second: Report, num_hit: int) -> None:
     assert second.tokens == first.tokens
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3"])
 def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path):
     """A, B, C are asked, the engine ends, a new one has the same directory."""
     tier = tmp_path / "tier"
@@ -76,6 +76,7 @@ def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up
     assert second.count("saved_seconds") == 0
 
 
+@pytest.mark.nightly
 def test_an_engine_with_mla_finds_what_the_last_one_stored(model, tmp_path):
     """vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
 

@@ -14,7 +14,7 @@ from tests.digests import digest_of
 from tests.simulator import trace
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ("all-faults", "swarm", "mamba-gpu", "foreign-ids")
+PROFILES = ("all-faults", "swarm")
 
 
 def _in_another_process() -> str:

@@ -18,7 +18,7 @@ from tests.tiers.hostile.answers import PASSWORD, Choice
 from tests.tiers.hostile.fuzz import Fuzz, run
 from tests.tiers.hostile.server import PROTOCOLS, RESP, HostileServer, read_command
 
-NUM_ANSWERS = 200
+NUM_ANSWERS = 100
 FOUND_BY = {
     faulty.TRUSTS: "an object with wrong bytes was served",
     faulty.RAISES: "fetch raises",
