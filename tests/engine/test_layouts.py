@@ -76,6 +76,7 @@ def warnings_of(log: str) -> set[str]:
     return {line.partition("] ")[2] for line in lines}
 
 
+@pytest.mark.nightly
 def test_what_a_tier_has_of_one_layout_is_not_read_in_another(model, tmp_path):
     """Three engines one after the other; the third one finds what the second has stored."""
     turns = ("A", RESET_GPU_CACHE, "A")

@@ -89,7 +89,6 @@ def server(model, collector, tmp_path_factory):
             *("--otlp-traces-endpoint", collector.url),
         ),
         environment=environment,
-        is_command=True,
     ) as made:
         made.wait_until_healthy()
         yield made

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 
 from tests.engine.engines import (
@@ -93,6 +94,7 @@ def test_weights_that_were_edited_in_place_have_answers_of_their_own(model, tmp_
         first = edited
 
 
+@pytest.mark.nightly
 def test_images_that_are_processed_otherwise_have_answers_of_their_own(tmp_path):
     """By an argument of the engine, then by a file of the model; vLLM's hash knows neither."""
     folder, tier = write_tiny_vision_model(tmp_path / "model"), tmp_path / "tier"

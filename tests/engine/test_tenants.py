@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from examples.tiny_models import write_tiny_model
 from safe_offload.tiers.naming import HEADER_BYTES
 from tests.engine.engines import (
@@ -59,6 +61,7 @@ def make_turns(model: Path, turns: tuple[str, ...], extra: dict[str, Any], **mor
     return replace(made, prompts=prompts)
 
 
+@pytest.mark.nightly
 def test_a_flood_takes_nothing_from_those_that_chat(tmp_path: Path):
     """And no salt is in anything that the engine prints or counts."""
     model = write_tiny_model("llama", tmp_path / "llama")

@@ -337,7 +337,13 @@ facts["late"] = outcome(
 """
 
 
-@pytest.mark.parametrize("broken", ["plugin._wrap_kv_transfer_config", "importlib.util.find_spec"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "plugin._wrap_kv_transfer_config",
+        pytest.param("importlib.util.find_spec", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_error_in_the_early_hook_does_not_reach_the_import_of_vllm(tmp_path, broken):
     facts = facts_of(ERROR_IN_OUR_HOOK.replace("BROKEN", broken), tmp_path)
     assert facts["called"] >= 1
