@@ -57,6 +57,7 @@ def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(model, 
     ours.check_well()
 
 
+@pytest.mark.nightly
 def test_in_lazy_mode_prompts_come_back_from_the_host(model, plain_llama, tmp_path):
     """Only what is about to be evicted is stored, which is the head of each prompt at least."""
     job = make_job(

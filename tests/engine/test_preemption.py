@@ -34,7 +34,7 @@ def answer_alone(engine: Any, workload: Workload) -> tuple[tuple[int, ...], ...]
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
-        ("llama", "ours eager"),
+        pytest.param("llama", "ours eager", marks=pytest.mark.nightly),
         pytest.param("gemma3", "ours eager", marks=pytest.mark.nightly),
         ("gemma3", "ours lazy"),
     ],

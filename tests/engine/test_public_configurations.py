@@ -49,7 +49,7 @@ def small(public: Public, folder: Path) -> Public:
     [
         pytest.param(STARTED[:2], id="true as a text, and the flag"),
         pytest.param(STARTED[2:4], id="sizes", marks=pytest.mark.nightly),
-        pytest.param(STARTED[4:], id="directories"),
+        pytest.param(STARTED[4:], id="directories", marks=pytest.mark.nightly),
     ],
 )
 def test_an_engine_starts_and_hits(model, tmp_path, places):

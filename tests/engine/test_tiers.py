@@ -64,6 +64,7 @@ def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path):
     check_found_again(first, second, num_hit_tokens(2000))
 
 
+@pytest.mark.nightly
 def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up(model, tmp_path):
     """It knows steps of 16 tokens, and nothing of those of 512 that its hits have spared it."""
     tier = tmp_path / "tier"
