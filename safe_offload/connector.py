@@ -2,8 +2,8 @@
 
 vLLM builds the connector twice, and the role is decided once, here: it hands on to a
 `Planner` or to a `WorkerBridge`. An exception from a hook kills the engine or the worker, so
-none leaves this file: it is logged, counted, and the connector switches itself off and goes on as a
-cache that always misses. Bad configuration is the exception: it is an error when the engine starts.
+none leaves this file: it is logged, counted, and the connector switches itself off, so that every
+lookup misses. Bad configuration is the exception: it is an error when the engine starts.
 """
 
 from __future__ import annotations
@@ -224,8 +224,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise error
         self._counters[Count.CONTAINED_ERRORS] += 1
         logger.error(
-            "%s failed in SafeCPUOffloadConnector and was kept from the engine. Until the next "
-            "restart the connector only finishes what is in flight. Open an issue with this log.",
+            "%s failed in SafeCPUOffloadConnector; the engine continues. Offloading is off until "
+            "the server is restarted; only transfers in flight are completed. Open an issue with "
+            "this log.",
             hook,
             exc_info=error,
         )
@@ -233,8 +234,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.side.disable(report)
         except Exception:
             logger.exception(
-                "SafeCPUOffloadConnector could not clean up after an error. Host slots may "
-                "stay taken until the next restart. Open an issue with this log."
+                "SafeCPUOffloadConnector could not clean up after an error. Host slots may stay "
+                "leased until the server is restarted. Open an issue with this log."
             )
 
     # ---- scheduler side ------------------------------------------------------------------------

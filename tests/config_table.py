@@ -15,6 +15,15 @@ from safe_offload.config.tiers import TIER_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = "| key | default | allowed | what it does |\n|---|---|---|---|\n"
+SHORT = {
+    ', such as "64GiB";': ",",  # explained below the table
+    "an integer from ": "",
+    "a number from ": "",
+    "true or false": "boolean",
+    "the absolute path of a file": "an absolute path",
+    "the absolute path of a directory": "an absolute path",
+}
+"""What a table says shorter than a message."""
 TABLE = re.compile(rf"^{re.escape(HEAD)}(?:\|.*\n)*", re.MULTILINE)
 
 
@@ -33,7 +42,9 @@ def _table(settings: Iterable[Setting]) -> str:
     rows = HEAD
     for row in settings:
         default = "" if row.default is None else f"`{json.dumps(row.default)}`"
-        allowed = row.kind.allowed.replace(', such as "64GiB";', ",")  # explained below the table
+        allowed = row.kind.allowed
+        for long, short in SHORT.items():
+            allowed = allowed.replace(long, short)
         allowed = re.sub(r'"[^"]+"', lambda quoted: f"`{quoted[0]}`", allowed)
         rows += f"| `{row.key}` | {default} | {allowed} | {row.help} |\n"
     return rows

@@ -178,7 +178,7 @@ CAPS_HITS = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 @pytest.mark.parametrize(
     ("change", "extra", "message"),
     [
-        (return_experts, {}, r"Fix: .*--aux-output-config.max_bytes, enough"),
+        (return_experts, {}, r"Fix: .*--aux-output-config.max_bytes high enough"),
         (keep_experts, TIERED, r'Fix: .*remove "tiers"'),
         (keep_experts, {"share": "node"}, r'Fix: .*remove "tiers" and "share"'),
         (keep_experts, {}, None),
@@ -220,7 +220,7 @@ def test_a_pool_too_small_for_one_block_stops_the_start():
     )
     config = make_config(EngineShape())
     config.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 4096}
-    with pytest.raises(ConfigError, match=r"at least one block, 1.00 MiB. Fix: give more"):
+    with pytest.raises(ConfigError, match=r"at least one block, 1.00 MiB. Fix: raise it"):
         SafeCPUOffloadConnector(config, KVConnectorRole.SCHEDULER, large)
 
 

@@ -71,23 +71,23 @@ class Subcommand(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """Return what reads the arguments of the command."""
     parser = argparse.ArgumentParser(
-        prog="safe-offload", description="Tools around vLLM's SafeCPUOffloadConnector."
+        prog="safe-offload", description="Tools for vLLM's SafeCPUOffloadConnector."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Subcommand)
     for name, module, what in (
-        ("config", "config", "every setting; check a configuration"),
-        ("doctor", "doctor.command", "what would go wrong on this machine"),
-        ("cache", "cache.command", "what a tier holds; check it, delete some of it"),
-        ("top", "top", "watch a server's metrics"),
-        ("completion", "completion", "complete commands with TAB: a script for your shell"),
+        ("config", "config", "list the settings; validate a configuration"),
+        ("doctor", "doctor.command", "find problems on this machine"),
+        ("cache", "cache.command", "list, verify and delete objects of a tier"),
+        ("top", "top", "show a server's live metrics"),
+        ("completion", "completion", "print a shell completion script"),
     ):
         commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
-    bench = commands.add_parser("bench", help="measure")
+    bench = commands.add_parser("bench", help="run a benchmark")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
     for name, what in (
-        ("engine", "time to first token in a real vLLM engine, with and without us"),
-        ("tier", "what a tier reads and writes, against its device, network or store"),
+        ("engine", "time to first token of a real vLLM engine, with and without the connector"),
+        ("tier", "bandwidth of a tier, against its device, network or store"),
     ):
         benchmarks.add_parser(name, help=what, module=f"safe_offload.commands.bench.{name}")
     return parser

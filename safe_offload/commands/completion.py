@@ -69,7 +69,7 @@ class Command:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("shell", choices=list(_SHELLS), help="that the script is for")
+    parser.add_argument("shell", choices=list(_SHELLS), help="shell to complete in")
 
 
 def run_command(arguments: Namespace) -> int:

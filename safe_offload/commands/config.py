@@ -45,11 +45,11 @@ _OUTER_DEFAULTS: Final[Mapping[str, Any]] = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--explain", action="store_true", help="say what each setting does")
+    parser.add_argument("--explain", action="store_true", help="explain every setting")
     parser.add_argument(
         "--kv-transfer-config",
         metavar="JSON",
-        help="what vLLM is given: check it, show which values are in force and who set them",
+        help="vLLM's argument: validate it and show the effective values and their origin",
     )
 
 
@@ -64,7 +64,7 @@ def run_command(arguments: Namespace) -> int:
 
 
 def _all_settings(*, explain: bool) -> Iterator[str]:
-    yield f"Settings of {CONNECTOR_NAME}, in {_EXTRA_KEY}. Each may be left out.\n"
+    yield f"Settings of {CONNECTOR_NAME}, in {_EXTRA_KEY}. All are optional.\n"
     yield _row("key", "default", "allowed")
     yield from _defaults(SETTINGS.values(), explain=explain)
     yield '\nSettings of each mapping in "tiers":\n'
@@ -122,7 +122,7 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
         filled_in = "vLLM's default" if value == _OUTER_DEFAULTS[key] else "filled in"
         source = "written" if written.get(key) == value else filled_in
         if value == "fail":
-            source += ': a load that fails ends its request with an error; write "recompute"'
+            source += ': failed loads end their request with an error; write "recompute"'
         yield _row(key, json.dumps(value), source)
     for place, each in ours.items():
         yield f"\n{place}{_EXTRA_KEY}:"
@@ -134,7 +134,7 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
             value = extra.get(row.key, row.default)
             source = "written" if row.key in extra else "default"
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
-                source += f', no effect: "{capacity_key}" counts'
+                source += f', no effect: "{capacity_key}" takes precedence'
             if tiers and row.key == "tiers":
                 value = [{"url": f"file://{tier.pop('root_dir')}", **tier} for tier in tiers]
                 source = "from the keys of another connector"
@@ -153,8 +153,8 @@ def _require_fields(written: Mapping[str, Any]) -> None:
     for key, value in written.items():
         if key not in OUTER_KEYS:
             raise ConfigError(
-                f"{shown_key(key)} is no field of --kv-transfer-config. "
-                f"Allowed: {', '.join(OUTER_KEYS)}. Fix: write one of these, or remove it."
+                f"{shown_key(key)} is not a field of --kv-transfer-config. Allowed: "
+                f"{', '.join(OUTER_KEYS)}. Fix: write one of these, or remove it."
             )
         if key in _OUTER_CHOICES and value not in (*_OUTER_CHOICES[key], _OUTER_DEFAULTS[key]):
             words = ", ".join(f'"{word}"' for word in _OUTER_CHOICES[key])

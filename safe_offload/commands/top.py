@@ -53,14 +53,14 @@ class TopError(SafeOffloadError):
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("url", help="of a vLLM server, such as http://localhost:8000")
-    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.add_argument("url", help="a vLLM server, such as http://localhost:8000")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument(
         "--interval",
         type=float,
         default=INTERVAL_S,
         metavar="SECONDS",
-        help="between two readings (%(default)s); rates are over one interval",
+        help="seconds between readings (%(default)s); rates cover one interval",
     )
 
 
@@ -92,7 +92,7 @@ def metrics_url(url: str) -> str:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise TopError(
-            f"{without_secrets(url)} is no address of a server. Fix: write http://HOST:PORT."
+            f"{without_secrets(url)} is not the address of a server. Fix: write http://HOST:PORT."
         )
     path = parts.path if parts.path.strip("/") else "/metrics"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
@@ -150,7 +150,7 @@ def read(url: str) -> Reading:
     except urllib.error.HTTPError as problem:
         reason = printable(str(problem.reason))
         raise TopError(
-            f"{label} answers {problem.code} {reason}. Fix: give the address of a vLLM server, "
+            f"{label} answers {problem.code} {reason}. Fix: name the address of a vLLM server, "
             "http://HOST:PORT; its metrics are at /metrics."
         ) from None
     except (OSError, ValueError, HTTPException) as problem:
@@ -163,7 +163,7 @@ def read(url: str) -> Reading:
         ) from None
     if len(found) > ANSWER_BYTES_MAX:
         raise TopError(
-            f"{label} answers with more than {format_bytes(ANSWER_BYTES_MAX)}. Fix: give the "
+            f"{label} answers with more than {format_bytes(ANSWER_BYTES_MAX)}. Fix: name the "
             "address of a vLLM server, http://HOST:PORT; its metrics are at /metrics."
         )
     return parse(found.decode(errors="replace"), label)
@@ -203,7 +203,7 @@ def parse(text: str, url: str) -> Reading:
                     samples[name, frozenset(labels.items())] = value
     except ValueError as problem:
         raise TopError(
-            f"{url} does not answer with metrics ({printable(str(problem))}). Fix: give the "
+            f"{url} does not answer with metrics ({printable(str(problem))}). Fix: name the "
             "address of a vLLM server, http://HOST:PORT."
         ) from problem
     if not any(name.startswith(PREFIX) for name, _ in samples):
@@ -213,7 +213,7 @@ def parse(text: str, url: str) -> Reading:
 
 def _no_metrics(url: str, *, is_vllm: bool) -> str:
     if not is_vllm:
-        return f"{url} has no metrics of vLLM. Fix: give the address of a vLLM server."
+        return f"{url} has no vLLM metrics. Fix: name the address of a vLLM server."
     return (
         f"{url} is a vLLM server without SafeCPUOffloadConnector: no metric begins with {PREFIX}. "
         "Fix: start it with --kv-transfer-config "
@@ -331,9 +331,9 @@ def worth(view: View) -> list[Row]:
         view.counter("tokens from the host", "loaded_tokens_total"),
         view.counter("time saved, at least", "saved_seconds_total", _seconds),
         view.counter("hits", "hit_length_tokens_count"),
-        view.mean("tokens of a hit", "hit_length_tokens", _number),
+        view.mean("mean tokens per hit", "hit_length_tokens", _number),
         view.mean("mean wait for a load", "load_wait_seconds", _seconds),
-        view.counter("hits that would not pay", "unpaid_hits_total"),
+        view.counter("hits skipped as slower", "skipped_hits_total"),
         *speeds,
     ]
 
@@ -342,11 +342,11 @@ def health(view: View) -> list[Row]:
     """Is it healthy?"""
     is_disabled = bool(view.now.total("is_disabled"))
     return [
-        ("state", "SWITCHED OFF: the log says why" if is_disabled else "working", ""),
+        ("state", "SWITCHED OFF: see the log" if is_disabled else "working", ""),
         view.counter("errors contained", "contained_errors_total"),
         view.counter("copies overdue", "overdue_transfers_total"),
         view.counter("checksum mismatches", "checksum_mismatches_total"),
-        view.counter("ways to copy given up", "copy_path_demotions_total"),
+        view.counter("copy path fallbacks", "copy_path_demotions_total"),
         *view.reasons("transfers failed", "transfer_failures_total", "direction", "reason"),
         *view.reasons("ids dropped", "dropped_ids_total", "reason"),
     ]
@@ -367,9 +367,9 @@ def size(view: View) -> list[Row]:
         view.counter("evicted after a hit", "evicted_blocks_total", hit="true"),
         view.counter("evicted, never hit", "evicted_blocks_total", hit="false"),
         view.share(
-            "age of what is evicted", "evicted_age_seconds_total", "evicted_blocks_total", _seconds
+            "age of evicted blocks", "evicted_age_seconds_total", "evicted_blocks_total", _seconds
         ),
-        view.counter("not stored: no room", "skipped_blocks_total"),
+        view.counter("blocks not stored", "skipped_blocks_total"),
         *(
             (
                 f"hits, memory {what}",
@@ -380,7 +380,7 @@ def size(view: View) -> list[Row]:
                 ("halved", "half"),
                 ("doubled", "double"),
                 ("times four", "quadruple"),
-                ("for all", "everything"),
+                ("unlimited", "everything"),
             )
             if (rate := view.now.largest(f"estimated_hits_{name}"))
         ),
@@ -394,15 +394,15 @@ def cost(view: View) -> list[Row]:
     for direction in ("load", "store"):
         rows.append(view.counter(f"bytes of {direction}s", f"{direction}_bytes_total", _bytes))
     for name, title in (
-        ("transfer_seconds", "a {} copies"),
-        ("transfer_wait_seconds", "a {} waits before it"),
+        ("transfer_seconds", "mean {} time"),
+        ("transfer_wait_seconds", "mean {} queueing"),
     ):
         rows += [
             view.mean(title.format(direction), name, _seconds, direction=direction)
             for direction in ("load", "store")
         ]
     in_flight = (f"{_number(view.now.total(f'{d}s_in_flight'))} {d}s" for d in ("load", "store"))
-    return [*rows, ("under way", ", ".join(in_flight), "")]
+    return [*rows, ("in flight", ", ".join(in_flight), "")]
 
 
 def tiers(view: View) -> list[Row]:
@@ -414,7 +414,7 @@ def tiers(view: View) -> list[Row]:
             view.now.largest(f"tier_{what}_bytes", tier=tier) for what in ("stored", "capacity")
         )
         # A server or bucket does not say what it holds, a directory not before it is counted.
-        used = _bytes(stored_bytes) if stored_bytes else "not known"
+        used = _bytes(stored_bytes) if stored_bytes else "unknown"
         used += f" of {_bytes(capacity_bytes)}" if capacity_bytes else ""
         share = _quotient(stored_bytes, capacity_bytes, _percent) if stored_bytes else ""
         out = [
@@ -422,14 +422,14 @@ def tiers(view: View) -> list[Row]:
             for operation, done in (("read", "read"), ("write", "written"))
             if view.now.total("tier_is_out", tier=tier, operation=operation)
         ]
-        state = f"LEFT ALONE, {' and '.join(out)}: the log says why" if out else "working"
+        state = f"CIRCUIT OPEN, {' and '.join(out)}: see the log" if out else "working"
         rows += [
             (f"tier {tier}", state, ""),
             ("  holds", used, share),
             view.counter("  read", "tier_read_bytes_total", _bytes, tier=tier),
             view.counter("  written", "tier_written_bytes_total", _bytes, tier=tier),
             view.mean(
-                "  a fetch takes", "tier_call_seconds", _seconds, tier=tier, operation="fetch"
+                "  mean fetch time", "tier_call_seconds", _seconds, tier=tier, operation="fetch"
             ),
         ]
         for title, name in (("blocks missed", "misses"), ("blocks not written", "dropped_spills")):
@@ -447,7 +447,7 @@ def tenants(view: View) -> list[Row]:
             _bytes(view.now.total(f"tenant_{what}_bytes", tenant=tenant))
             for what in ("used", "guaranteed")
         )
-        rows.append((tenant, f"{used}, {guaranteed} guaranteed", ""))
+        rows.append((tenant, f"{used}, quota {guaranteed}", ""))
         for what in ("hit_tokens", "missed_tokens", "evicted_blocks"):
             title = f"  {what.replace('_', ' ')}"
             rows.append(view.counter(title, f"tenant_{what}_total", tenant=tenant))
@@ -460,14 +460,14 @@ def sharing(view: View) -> list[Row]:
         return []
     own, slots = view.now.total("own_slots"), view.pool("slots")
     return [
-        ("engines that share it", _number(view.now.largest("pool_engines")), ""),
+        ("engines sharing it", _number(view.now.largest("pool_engines")), ""),
         (
             "slots of this server",
             f"{_number(own)} of {_number(slots)}",
             _quotient(own, slots, _percent),
         ),
         view.counter("blocks borrowed", "borrowed_blocks_total"),
-        view.counter("lost before that", "lost_blocks_total"),
+        view.counter("blocks lost", "lost_blocks_total"),
     ]
 
 

@@ -30,10 +30,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
-            'distributed_executor_backend is "external_launcher" with '
-            f"{parallel.world_size} ranks: each of them has a scheduler of its own, which would "
-            "wait for the others' host memory forever. Fix: let vLLM start the ranks "
-            '(distributed_executor_backend "mp" or "ray"), or remove kv_transfer_config.'
+            f'distributed_executor_backend is "external_launcher" with {parallel.world_size} '
+            "ranks: each rank has its own scheduler, which would wait forever for the host memory "
+            'of the others. Fix: let vLLM start the ranks (distributed_executor_backend "mp" or '
+            '"ray"), or remove kv_transfer_config.'
         )
     attention = getattr(vllm_config, "attention_config", None)
     groups = kv_cache_config.kv_cache_groups
@@ -42,9 +42,9 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     ):
         # Its managers count blocks of a pool of their own (vLLM 0.32.0, HiSparseSourceManager).
         raise ConfigError(
-            "HiSparse keeps KV cache on the host itself, in blocks that are not the GPU's, and "
-            "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
-            "remove it and hisparse_config."
+            "HiSparse keeps its own KV cache on the host and cannot be combined with "
+            "SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or remove it and "
+            "hisparse_config."
         )
 
 
@@ -63,15 +63,15 @@ def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> 
     aux = vllm_config.aux_output_config
     if hasattr(AuxOutputSchedulerConnector, "cap_external_hit") or not aux.enabled:
         return
-    fix = "write --aux-output-config.max_bytes, enough for the blocks of the host"
+    fix = "set --aux-output-config.max_bytes high enough for the host's blocks"
     if has_others_blocks:
         fix = 'remove "tiers" and "share"'
     elif aux.max_bytes is not None:
         return
     raise ConfigError(
-        "--enable-return-routed-experts: this vLLM keeps the experts of as many blocks as the GPU "
-        "has, and a hit that needs those of others ends the engine with a BlockObjectStoreError. "
-        f"Fix: use vLLM 0.33, or {fix}."
+        "--enable-return-routed-experts: this vLLM keeps routed experts only for as many blocks "
+        "as the GPU has, and a hit beyond them ends the engine with a BlockObjectStoreError. Fix: "
+        f"use vLLM 0.33, or {fix}."
     )
 
 
@@ -80,8 +80,8 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
     if not vllm_config.cache_config.enable_prefix_caching:
         if tell:
             logger.warning(
-                "Prefix caching is off, and without it SafeCPUOffloadConnector does nothing. "
-                "Remove --no-enable-prefix-caching to use it."
+                "Prefix caching is off, so SafeCPUOffloadConnector does nothing. Remove "
+                "--no-enable-prefix-caching to use it."
             )
         return False
     has_late_counts = (
@@ -109,8 +109,8 @@ def require_shared_hashes(vllm_config: VllmConfig, where: str = '"tiers"') -> No
     if problem is not None:
         what, fix = problem
         raise ConfigError(
-            f'prefix_caching_hash_algo is "{algorithm}", which {what}: what is in {where} would '
-            f"not be found by another engine, or after a restart. Fix: {fix}."
+            f'prefix_caching_hash_algo is "{algorithm}", which {what}: other engines, or this one '
+            f"after a restart, would not find blocks in {where}. Fix: {fix}."
         )
 
 
@@ -124,7 +124,7 @@ def refuse_sharing(vllm_config: VllmConfig) -> None:
     }
     for problem in (name for name, is_there in problems.items() if is_there):
         raise ConfigError(
-            f'"share": "node" does not go with {problem} yet. Fix: leave one of the two out.'
+            f'"share": "node" and {problem} are not supported together. Fix: remove one of the two.'
         )
 
 

@@ -121,8 +121,9 @@ def watch() -> None:
             wrap(EngineCore, name, functools.partial(_watched, argument, cause_of))
         else:
             logger.warning(
-                "This vLLM has no EngineCore.%s, which is watched for changes of the weights. Fix: "
-                "reset the cache with the connector after each change (docs/guides/resets.md).",
+                "This vLLM has no EngineCore.%s, so weight changes through it are not noticed. "
+                "Fix: reset the cache with the connector after each change "
+                "(docs/guides/resets.md).",
                 name,
             )
 
@@ -167,7 +168,7 @@ def _try_to_forget_embeddings(engine_core: Any) -> None:
         if config.is_multimodal_model and not engine_core.scheduler.has_unfinished_requests():
             engine_core.reset_encoder_cache()
     except Exception:
-        logger.exception("The encoder cache could not be reset after the weights have changed")
+        logger.exception("The encoder cache could not be reset after a weight change")
 
 
 def _cause_of_rpc(_: Any, method: Any) -> str | None:

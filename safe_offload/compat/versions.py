@@ -16,9 +16,9 @@ def warn_if_untested() -> None:
     version = _vllm_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
-            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if the hooks of "
-            "vLLM's connectors have not changed. If something is wrong, run without "
-            "--kv-transfer-config, and open an issue that names this version.",
+            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if vLLM's "
+            "connector hooks are unchanged. If it fails, run without --kv-transfer-config, and "
+            "open an issue that names this version.",
             *version,
         )
 

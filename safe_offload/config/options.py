@@ -91,10 +91,9 @@ class OffloadConfig:
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
         ADAPTIVE,
-        "Which block is evicted first: the least recently used (`lru`), the least recently used "
-        "without a hit (`slru`), the least likely to be reused soon, estimated from past reuse "
-        "intervals (`returns`, which does not admit blocks worth less than their victims), or the "
-        "one of `lru`, `returns` and a third order that hits most (`adaptive`).",
+        "Eviction order: least recently used (`lru`), segmented LRU (`slru`), longest expected "
+        "time to reuse (`returns`, which does not admit blocks worth less than their victims), or "
+        "whichever of `lru`, `2q` and `returns` hits most (`adaptive`).",
     )
     pin_share: float = setting(
         share(MAX_PIN_SHARE),
@@ -128,7 +127,7 @@ class OffloadConfig:
     max_inflight_bytes: int = setting(
         size(MAX_BYTES_PER_RANK),
         "256MiB",
-        "Bytes of copies in flight per rank and direction.",
+        "Limit on bytes in flight, per rank and direction.",
     )
     copy_threads: int = setting(
         count(1, MAX_COPY_THREADS, example=2),
@@ -144,25 +143,25 @@ class OffloadConfig:
     enable_cross_layers_blocks: bool = setting(
         switch(),
         False,
-        "Ask vLLM for a layout that keeps all layers of a block contiguous, where the attention "
+        "Ask vLLM for a layout that keeps all layers of a block contiguous, if the attention "
         "backend supports it.",
     )
     self_test: bool = setting(
         choice({"on": True, "off": False}),
         "on",
-        "Test every copy path on the real KV cache memory before vLLM serves, and reject any that "
-        "corrupts a byte.",
+        "Test every copy path on the real KV cache memory before vLLM serves, and reject paths "
+        "that corrupt a byte.",
     )
     transfer_timeout_s: float = setting(
         seconds(MAX_TRANSFER_TIMEOUT_S),
         DEFAULT_TRANSFER_TIMEOUT_S,
-        "A transfer that has not started by then fails, and its tokens are recomputed.",
+        "Start deadline of a transfer; past it, the transfer fails and its tokens are recomputed.",
     )
     min_load_tokens: int | None = setting(
         count(0, MAX_MIN_LOAD_TOKENS, example=256, word="auto"),
         "auto",
-        "Recompute shorter hits instead of loading them; `auto` loads a hit if that is expected to "
-        "be faster.",
+        "Recompute shorter hits instead of loading them; `auto`: recompute whenever that is "
+        "expected to be faster.",
     )
     verify_every: int = setting(
         sampling(),
@@ -173,20 +172,20 @@ class OffloadConfig:
     tenants: str | None = setting(
         file(),
         None,
-        "A file that guarantees each tenant (`cache_salt`) a share of host memory and directories.",
+        "File with the quotas of tenants (`cache_salt`) in host memory and directories.",
         is_secret=True,
     )
     metrics_port: int | None = setting(
         count(1, 65535, example=9400),
         None,
-        "Serve the metrics at this port too, for servers whose `/metrics` lacks them; "
-        "data-parallel engines use consecutive ports.",
+        "Additional port for the metrics, for servers whose `/metrics` lacks them; data-parallel "
+        "engines use consecutive ports.",
     )
     metrics_host: str = setting(text(), "127.0.0.1", "Address that `metrics_port` listens on.")
     verify_invariants: bool = setting(
         switch(),
         False,
-        "Check the connector's internal state after every step; slow, for tests.",
+        "Check internal state after every step; slow, for tests.",
         key="check_invariants",
     )
     # Not settings: the workers of this engine, and how many of them keep one copy together because
@@ -222,8 +221,8 @@ class OffloadConfig:
             return num_slots
         raise ConfigError(
             f'"{self.capacity_key}" gives each rank {format_bytes(self.cpu_bytes_per_rank)}; '
-            f"expected at least one block, {format_bytes(slot_bytes)}. Fix: give more, or shorten "
-            "the block size."
+            f"expected at least one block, {format_bytes(slot_bytes)}. Fix: raise it, or lower "
+            "--block-size."
         )
 
     def open_metrics(self, engine_index: int, open_at: Callable[[int, str], Any]) -> Any:
@@ -234,7 +233,7 @@ class OffloadConfig:
         except (OSError, OverflowError) as error:
             problem = f"{self.metrics_host}:{port} cannot be opened ({error})"
             allowed = "a free port; engine N of a data-parallel server takes metrics_port + N"
-            fix = 'write another "metrics_port", or end what listens there'
+            fix = 'write another "metrics_port", or stop the process that listens there'
             refuse("metrics_port", self.metrics_port, problem, allowed, fix)
 
     @classmethod
@@ -252,7 +251,7 @@ class OffloadConfig:
             ConfigError: the first thing that cannot be used, with what is allowed and the fix.
         """
         if type(world_size) is not int or world_size < 1:
-            raise ConfigError(f"world_size is {shown(world_size)}; expected an integer of 1 up.")
+            raise ConfigError(f"world_size is {shown(world_size)}; expected at least 1.")
         written = _require_mapping({} if extra is None else extra)
         keys = written.keys() - other_connectors.unread(written)
         values = {
@@ -284,7 +283,7 @@ def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
         if values.get(field):
             key = SETTINGS[field].key
             allowed, fix = "one of the two", f'remove "share", or "{key}"'
-            refuse("share", "node", f'"{key}" is written too', allowed, fix)
+            refuse("share", "node", f'"{key}" is also set', allowed, fix)
 
 
 def _directory_tier(written: Mapping[str, object]) -> TierConfig:
@@ -307,7 +306,7 @@ def _disk_tier(
         return None
     if "tiers" in written:
         allowed, fix = "one of the two", 'move the directory into "tiers", and remove this key'
-        refuse("kv_offload_backend", "disk", '"tiers" is written too', allowed, fix)
+        refuse("kv_offload_backend", "disk", '"tiers" is also set', allowed, fix)
     if path_key not in values:
         allowed, fix = 'it beside "disk_path"', 'add "disk_path": "/mnt/nvme/kv"'
         refuse("kv_offload_backend", "disk", "no directory is given", allowed, fix)

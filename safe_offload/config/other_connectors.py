@@ -13,36 +13,36 @@ from typing import Any, Final
 
 from safe_offload.config.printing import shown_key
 
-_IN_BLOCKS: Final = "blocks are kept one by one, and neighbours are copied together"
-_ONE_WAY: Final = "there is one way to keep blocks, and tiers below it"
+_IN_BLOCKS: Final = "a slot is one block, and adjacent slots are copied together"
+_ONE_WAY: Final = "there is one backend, with tiers below it"
 _EVERY: Final = "every block is stored"
-_NO_DISK: Final = 'it is for "kv_offload_backend": "disk", which is not written'
-_TIERS: Final = 'of what stands in it only directories are used; write "tiers"'
+_NO_DISK: Final = 'it needs "kv_offload_backend": "disk"'
+_TIERS: Final = 'only its directories are used; write "tiers"'
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
-    "async_init": "memory is made ready in the background",
+    "async_init": "memory is prepared in the background",
     "backpressure": _TIERS,
     "block_size": _IN_BLOCKS,
     "blocks_per_chunk": _IN_BLOCKS,
     "cache_policy_module_path": 'write "eviction_policy"',
     "canonical_layout": "objects do not depend on where layers lie in the KV cache",
     "disk_buffer_slots": "blocks go to the disk through host memory, which needs no buffers",
-    "enable_offload": "whoever names this connector wants it",
-    "enable_telemetry": "metrics are always there",
+    "enable_offload": "naming the connector enables it",
+    "enable_telemetry": "metrics are always on",
     "gpu_blocks_per_file": "an object is one block",
     "load_async": "loads are always asynchronous",
-    "lookup_async": "no look-up blocks the scheduler",
+    "lookup_async": "lookups never block the scheduler",
     "max_tracker_size": _EVERY,
-    "offload_prompt_only": "answers are stored, too",
+    "offload_prompt_only": "answers are also stored",
     "offloaded_block_size": _IN_BLOCKS,
-    "self_describing_kv_events": "KV events always have the tokens",
+    "self_describing_kv_events": "KV events always contain the tokens",
     "spec_module_path": _ONE_WAY,
     "spec_name": _ONE_WAY,
-    "sync_load_budget_bytes": "no load holds up a step",
-    "store_threshold": f'{_EVERY}; "eviction_policy": "adaptive" notices prompts that come once',
+    "sync_load_budget_bytes": "loads never delay a step",
+    "store_threshold": f'{_EVERY}; "eviction_policy": "adaptive" resists one-off prompts',
     "tier_poll_interval_s": "tiers report when they are done",
     "threads_per_gpu": 'write "num_threads" into the tier',
-    "use_page_cache": "files are read and written past the page cache wherever that works",
+    "use_page_cache": "direct I/O is used wherever it works",
 }
 """By key, why it has no effect here."""
 
@@ -66,7 +66,7 @@ that is written counts."""
 
 _THREADS: Final = 'write "threads" into a tier of "tiers"'
 _IN_DIRECTORY: Final[Mapping[str, str]] = {
-    "eviction_policy": "what was used longest ago goes first",
+    "eviction_policy": "eviction is least recently used",
     "min_free_bytes": 'write a "capacity" into a tier of "tiers"',
     "n_read_threads": _THREADS,
     "n_write_threads": _THREADS,
@@ -104,7 +104,7 @@ def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict
     found = {key: why for key, why in WITHOUT_EFFECT.items() if key in written}
     if SPEC in written:
         others = (key for key in written if key not in (*KNOWN, *ours))
-        found |= {_shown(key): "it is of that spec" for key in others}
+        found |= {_shown(key): "it belongs to that spec" for key in others}
     if written.get("kv_offload_backend") != "disk":
         found |= {key: _NO_DISK for key in DISK_KEYS if key in written}
     tiers = written.get(SECONDARY_TIERS)
@@ -116,7 +116,7 @@ def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict
     if policy is not None and _POLICY in unread(written):
         found[_POLICY] = '"lru" is used'
     elif isinstance(policy, str) and policy in POLICIES:
-        found[_POLICY] = f'"{POLICIES[policy]}" is nearest to it'
+        found[_POLICY] = f'"{POLICIES[policy]}" is used instead'
     return found
 
 

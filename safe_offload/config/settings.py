@@ -20,7 +20,7 @@ MIN_SIZE_BYTES: Final = 4 * KIB
 MAX_BYTES_PER_RANK: Final = 64 * TIB
 
 _SIZE_FORMS: Final = (
-    'a whole number of bytes, or a string with a unit such as "64GiB" (2**30) or "64GB" (10**9)'
+    'an integer number of bytes, or a string with a unit such as "64GiB" (2**30) or "64GB" (10**9)'
 )
 _UNIT_BYTES: Final = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -108,7 +108,7 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
             problem = "it is negative"
         elif size_bytes == 0:
             problem = "it is zero"
-            fix += ", or leave the connector out to run without one"
+            fix += ", or remove the connector to run without one"
         elif size_bytes > maximum:
             problem = "it is too large"
         else:
@@ -116,15 +116,15 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
             if size_bytes < MIN_SIZE_BYTES and not isinstance(value, str):
                 # 64 means GiB: the unit is missing.
                 units = f'"{size_bytes}GiB" or "{size_bytes}MiB"'
-                fix = f"a plain number is in bytes; write the unit that you mean, such as {units}"
+                fix = f"a plain number is in bytes; add a unit, such as {units}"
         refuse(key, value, problem, allowed, fix)
 
     return Kind(f'a size, such as "64GiB"; at most {maximum // TIB} TiB', read)
 
 
 def count(minimum: int, maximum: int, *, example: int, word: str = "") -> Kind:
-    """Return the kind of a whole number; there may be a word that stands for None."""
-    allowed = f"a whole number of {minimum} to {maximum}"
+    """Return the kind of an integer; there may be a word that stands for None."""
+    allowed = f"an integer from {minimum} to {maximum}"
     more = ""
     if word:
         allowed, more = f'"{word}", or {allowed}', f', or the word "{word}"'
@@ -163,13 +163,13 @@ def seconds(maximum: int) -> Kind:
 
 def share(maximum: float) -> Kind:
     """Return the kind of a part of a whole, as a fraction."""
-    allowed = f"a number of 0 to {maximum}"
+    allowed = f"a number from 0 to {maximum}"
 
     def read(key: str, value: object) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= maximum:
             return float(value)
         fix = f'write the number without quotes, such as "{key}": 0.3'
-        refuse(key, value, "this is no such number", allowed, fix)
+        refuse(key, value, "this is not a number in that range", allowed, fix)
 
     return Kind(allowed, read)
 
@@ -203,14 +203,14 @@ def sampling() -> Kind:
     allowed = '"off", "load" (every loaded slot) or "sample:N" (one in N, N from 1 to 999999999)'
 
     def read(key: str, value: object) -> int:
-        problem = "there is no such mode"
+        problem = "unknown mode"
         if not isinstance(value, str):
             problem = f"this is {_type_name(value)}, not a string"
         elif value in ("off", "load"):
             return int(value == "load")
         elif re.fullmatch("sample:0*[1-9][0-9]*", value, re.ASCII) and len(value) <= 16:
             return int(value[7:])
-        fix = f'write "{key}": "load", or leave the key out to compare nothing'
+        fix = f'write "{key}": "load", or omit the key to verify nothing'
         refuse(key, value, problem, allowed, fix)
 
     return Kind(allowed, read)
@@ -233,8 +233,8 @@ def choice(
             value = (aliases or {}).get(value, value)
             if value in meanings:
                 return meanings[value]
-        fix = f'write "{key}": "{next(iter(words))}", or leave it out'
-        refuse(key, value, "there is no such choice", allowed, fix)
+        fix = f'write "{key}": "{next(iter(words))}", or omit it'
+        refuse(key, value, "unknown value", allowed, fix)
 
     return Kind(allowed, read)
 
@@ -264,8 +264,8 @@ def text() -> Kind:
         if isinstance(value, str):
             if len(value) <= TEXT_LENGTH_MAX and value.isprintable():
                 return value
-            problem = "it is too long, or has characters that cannot be printed"
-        refuse(key, value, problem, allowed, f'write "{key}": "prod", or leave it out')
+            problem = "it is too long, or contains unprintable characters"
+        refuse(key, value, problem, allowed, f'write "{key}": "prod", or omit it')
 
     return Kind("a string", read)
 
@@ -289,7 +289,7 @@ def fix_of_unknown(key: object, known: Sequence[str]) -> str:
     """Return what to do about a key that is not a known one: perhaps it was meant to be."""
     spelling = key.strip().lower().replace("-", "_") if isinstance(key, str) else ""
     nearest = difflib.get_close_matches(spelling, known, n=1, cutoff=0.5)
-    return f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
+    return f'write "{nearest[0]}" if you mean that, else remove it' if nearest else "remove it"
 
 
 def _example(key: str) -> str:
@@ -311,7 +311,7 @@ def _integer(key: str, value: object, allowed: str, example: str) -> int:
         problem = f"this is {_type_name(value)}, not a number"
     else:
         problem = "it has a fraction" if math.isfinite(value) else "this is not a finite number"
-    fix = f'write "{key}": {example}, or leave the key out for its default'
+    fix = f'write "{key}": {example}, or omit the key for its default'
     refuse(key, value, problem, allowed, fix)
 
 

@@ -123,17 +123,17 @@ def parse(text: bytes | None) -> Tenants:
         _refuse("expected an object with the keys default and guaranteed")
     guaranteed = written.get("guaranteed", {})
     if not isinstance(guaranteed, dict) or len(guaranteed) > MAX_TENANTS:
-        _refuse(f"guaranteed is no object of at most {MAX_TENANTS} labels")
+        _refuse(f"guaranteed is not an object of at most {MAX_TENANTS} labels")
     labels, shares = [REST], [_share("default", written.get("default", "0%"))]
     salts: dict[tuple[str, str], int] = {}
     for label, value in guaranteed.items():
         if not _LABEL.fullmatch(label) or not isinstance(value, dict):
             # It may be a salt, written where its label belongs.
-            what = 'a word of letters, digits and _.-, not "rest", and under it an object'
+            what = 'a label of letters, digits and _.-, other than "rest", with an object'
             _refuse(f"entry {len(labels)} of guaranteed is not {what}")
         ways = value.keys() & _WAYS
         if not ways or value.keys() - _WAYS != {"share"}:
-            _refuse(f'"{label}" needs share, and prefix or salt_sha256, no other key')
+            _refuse(f'"{label}" needs share, and prefix or salt_sha256, and no other key')
         shares.append(_share(f'share of "{label}"', value["share"]))
         labels.append(label)
         for way in ways:
@@ -142,9 +142,9 @@ def parse(text: bytes | None) -> Tenants:
                     form = "64 digits of 0-9a-f" if way == "salt_sha256" else "not empty"
                     _refuse(f'{way} of "{label}" is not text, or a list of texts, {form}')
                 if salts.setdefault((way, each), len(labels) - 1) != len(labels) - 1:
-                    _refuse(f'a {way} of "{label}" is another\'s too')
+                    _refuse(f'a {way} of "{label}" belongs to another label too')
     if (total := sum(shares)) > WHOLE:
-        _refuse(f"the shares are {total / 100:g}% together, more than 100%")
+        _refuse(f"the shares add up to {total / 100:g}%, more than 100%")
     lengths = sorted({len(text) for way, text in salts if way == "prefix"}, reverse=True)
     return Tenants(tuple(labels), tuple(shares), salts, tuple(lengths))
 
@@ -156,7 +156,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         is_label = _LABEL.fullmatch(twice) and isinstance(found[twice], dict)  # else maybe a salt
         shown = f'"{twice}"' if is_label or twice in _WORDS else "a key"
-        _refuse(f"{shown} is there twice, write it once")
+        _refuse(f"{shown} is duplicated")
     return found
 
 
@@ -205,7 +205,7 @@ class TenantsFile:
         self._text = text
         try:
             tenants = parse(text)
-            told = 'The file of "tenants" has changed: %d tenants are guaranteed %g%% together.'
+            told = 'The file of "tenants" has changed: %d tenants with quotas of %g%% in total.'
             logger.info(told, len(tenants.labels) - 1, sum(tenants.shares) / 100)
             self.tenants = tenants
         except ConfigError as error:

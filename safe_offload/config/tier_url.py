@@ -106,14 +106,14 @@ def read_url(key: str, value: object) -> Location:
         try:
             found, problem = _READERS[scheme](scheme, urlsplit(value))
         except ValueError:  # a port that is no number, brackets that do not close
-            problem = "the machine or its port cannot be read"
+            problem = "the host or port is invalid"
     elif scheme in EXAMPLES:
-        problem = "it has characters that cannot be printed"
+        problem = "it contains unprintable characters"
     else:
         problem = f'the scheme "{scheme}" is unknown'
         nearest = difflib.get_close_matches(scheme, (*EXAMPLES, *_SAME), n=1)
         example = EXAMPLES[_meant_by(nearest[0])] if nearest else example
-        fix = ", or leave this tier out"
+        fix = ", or remove this tier"
     if found is None or problem:
         fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
         refuse(key, value, problem, URL_FORMS, fix)
@@ -129,8 +129,8 @@ def problem_of_path(path: str) -> str:
     if not path.startswith("/"):
         return "the path is not absolute"
     if not path.isprintable():
-        return "the path has characters that cannot be printed"
-    return "the whole file system is no tier" if not path.strip("/.") else ""
+        return "the path contains unprintable characters"
+    return "the root of a file system cannot be a tier" if not path.strip("/.") else ""
 
 
 def _can_be_shown(path: str) -> bool:
@@ -144,7 +144,7 @@ def _read_file(rest: str) -> tuple[Location, str, str]:
     problem, fix = problem_of_path(path), ""
     if machine not in ("", "localhost"):
         what = shown(machine) if _can_be_shown(rest) else "something"
-        problem = f"{what} stands where a machine is named; three slashes are needed"
+        problem = f"{what} takes the place of a host name; write three slashes"
         if machine in (".", "..", "~"):
             problem = "the path is not absolute"
             path = os.path.abspath(os.path.expanduser(unquote(rest)))
@@ -169,9 +169,9 @@ def _read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
     )
     problem = ""
     if not _HOST.fullmatch(host):
-        problem = "it names no machine"
+        problem = "it has no host name"
     elif found.database < 0:
-        problem = "what follows the machine is not the number of a database"
+        problem = "the path is not a database number"
     return found, problem or _no_query(url)
 
 
@@ -181,11 +181,11 @@ def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
     name, _, number = url.query.partition("=")
     database = _database(number)
     if "@" in url.path:
-        problem = 'in a user or password "/" is written as %2F, in a path "@" as %40'
+        problem = 'write "/" in a user or password as %2F, and "@" in a path as %40'
     elif url.hostname:
-        problem = "something stands where a machine is named; three slashes are needed"
+        problem = "something takes the place of a host name; write three slashes"
     elif (url.query and name != "db") or database < 0 or url.fragment:
-        problem = 'only "db" and the number of a database may follow the path, as in ?db=1'
+        problem = "only a database number may follow the path, as in ?db=1"
     user, password = unquote(url.username or ""), unquote(url.password or "")
     return Location(
         scheme, os.path.normpath(path), "", 0, max(database, 0), user, password
@@ -196,11 +196,11 @@ def _read_bucket(scheme: str, url: SplitResult) -> tuple[Location, str]:
     bucket, prefix = url.netloc, url.path.strip("/")
     problem = ""
     if "@" in bucket:
-        problem = "credentials do not belong here: the environment or the machine's role has them"
+        problem = "credentials are not allowed here: use the environment or the machine's role"
     elif not _BUCKET.fullmatch(bucket):
-        problem = "it names no bucket"
+        problem = "it has no bucket name"
     elif not _PREFIX.fullmatch(prefix) or ".." in prefix or "//" in prefix:
-        problem = "the names below the bucket may have letters, digits and . _ / = - only"
+        problem = "the prefix may contain only letters, digits and . _ / = -"
     return Location(scheme, prefix, bucket), problem or _no_query(url)
 
 
@@ -214,7 +214,7 @@ def _database(number: str) -> int:
 
 def _no_query(url: SplitResult) -> str:
     if url.query or url.fragment:
-        return 'nothing may follow "?" or "#": what else is wanted is a setting of the tier'
+        return '"?" and "#" are not allowed: use settings of the tier instead'
     return ""
 
 

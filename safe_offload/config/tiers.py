@@ -74,7 +74,7 @@ def directory() -> Kind:
 
 def _no_file(path: str) -> str:
     is_other = os.path.exists(path) and not os.path.isfile(path)
-    return "what is there is not a regular file" if is_other else ""
+    return "it is not a regular file" if is_other else ""
 
 
 def _path(
@@ -98,11 +98,11 @@ def endpoint() -> Kind:
     allowed = "http:// or https://, a host name and optionally a port"
 
     def read(key: str, value: object) -> str:
-        fix = f'write "{key}": "https://minio.internal:9000", or leave it out for the cloud itself'
+        fix = f'write "{key}": "https://minio.internal:9000", or omit it for the cloud\'s own'
         if not isinstance(value, str) or not value.isprintable() or len(value) > ENDPOINT_MAX:
             refuse(key, value, "this is not an address", allowed, fix)
         if any(mark in value for mark in "@?#"):
-            problem = "credentials do not belong here: the environment or a role has them"
+            problem = "credentials are not allowed here: use the environment or a role"
             refuse(key, value, problem, allowed, fix)
         scheme, separator, machine = value.partition("://")
         if scheme.lower() not in ("http", "https") or not separator or not machine.strip("/"):
@@ -128,20 +128,18 @@ class TierConfig:
         "Directory: bytes for all engines that share it; unlimited by default.",
         key="capacity",
     )
-    namespace: str = setting(
-        text(), "", "A word that separates engines that would otherwise share."
-    )
+    namespace: str = setting(text(), "", "Separates engines that would otherwise share objects.")
     model_version: str = setting(
         text(),
         "",
-        "Your name for these weights: objects with this name stay valid after a reset and, with "
-        "LoRA adapters, after a restart.",
+        "Your version of the weights. While it is unchanged, objects stay valid after a reset and, "
+        "with LoRA adapters, after a restart.",
     )
     store: str = setting(
         choice(["computed", "evicted", "hit"]),
         "computed",
-        "What is written: every block that the host stores (`computed`, write-through), blocks "
-        "about to be evicted (`evicted`), or blocks that were hit (`hit`).",
+        "Blocks to write: all that the host stores (`computed`, write-through), those about to be "
+        "evicted (`evicted`), or those that were hit (`hit`).",
     )
     write_bytes_per_s: int | None = setting(
         size(MAX_BYTES_PER_RANK),
@@ -150,12 +148,12 @@ class TierConfig:
         key="max_bytes_per_s",
     )
     wait_s: float = setting(
-        seconds(MAX_TIER_WAIT_S), DEFAULT_WAIT_S, "Longest total wait of a request for this tier."
+        seconds(MAX_TIER_WAIT_S), DEFAULT_WAIT_S, "Maximum total wait of a request for this tier."
     )
     timeout_s: float = setting(
         seconds(MAX_TIER_WAIT_S),
         DEFAULT_TIER_TIMEOUT_S,
-        "A probe, read or write that takes longer fails.",
+        "Timeout of a probe, read or write.",
     )
     num_threads: int = setting(
         count(1, MAX_TIER_THREADS, example=4),
@@ -163,9 +161,7 @@ class TierConfig:
         "Directory: I/O threads per rank.",
         key="threads",
     )
-    keep: bool = setting(
-        switch(), False, "Also write what is fetched from a farther tier to this one."
-    )
+    keep: bool = setting(switch(), False, "Copy hits from farther tiers to this one.")
     num_connections: int = setting(
         count(1, MAX_CONNECTIONS, example=4),
         DEFAULT_CONNECTIONS,
@@ -181,11 +177,11 @@ class TierConfig:
     password_file: str | None = setting(
         file(),
         None,
-        "Server: a file with its password, to keep it out of the url.",
+        "Server: file with its password, to keep it out of the url.",
         is_secret=True,
     )
     ca_file: str | None = setting(
-        file(), None, "`rediss://`: certificates to trust instead of the system's."
+        file(), None, "`rediss://`: CA certificates that replace the system's."
     )
     cert_file: str | None = setting(
         file(), None, "`rediss://`: client certificate, if the server requires one."
@@ -197,8 +193,7 @@ class TierConfig:
     hmac_key_file: str | None = setting(
         file(),
         None,
-        "A file with a key: only objects written with the same key are used. All tiers need it, or "
-        "none.",
+        "File with a key that seals objects; objects without its seal are misses.",
         is_secret=True,
     )
     # Not a setting: the file of tenants, of which each has a share of a directory.
@@ -218,14 +213,14 @@ def _defaults(location: Location) -> dict[str, Any]:
 
 TIER_SETTINGS: Final = settings_of(TierConfig)
 TIER_KEYS: Final = (URL_KEY, *(row.key for row in TIER_SETTINGS.values()))
-_MAXMEMORY: Final = "; the server's own maxmemory, with allkeys-lru, is the limit"
-_LIFECYCLE: Final = "; a lifecycle rule of the bucket deletes what is old"
+_MAXMEMORY: Final = "; set the server's maxmemory, with allkeys-lru"
+_LIFECYCLE: Final = "; use a lifecycle rule of the bucket"
 # Settings that only some schemes have, and what stands in their place elsewhere.
 _ONLY: Final = {
     "capacity": ((FILE,), f"{_MAXMEMORY}, or{_LIFECYCLE[1:]}"),
-    "threads": ((FILE,), '; "connections" says how much is done at a time'),
-    "connections": ((*SERVERS, *BUCKETS), '; "threads" says how much is done at a time'),
-    "ttl": (SERVERS, f', or write "capacity"; of a bucket{_LIFECYCLE[1:]}'),
+    "threads": ((FILE,), '; use "connections"'),
+    "connections": ((*SERVERS, *BUCKETS), '; use "threads"'),
+    "ttl": (SERVERS, f', or write "capacity"; for a bucket,{_LIFECYCLE[1:]}'),
     "password_file": (SERVERS, ""),
     "ca_file": (("rediss",), ", or write rediss:// for TLS"),
     "cert_file": (("rediss",), ", or write rediss:// for TLS"),
@@ -236,8 +231,8 @@ _ONLY: Final = {
 _FIELDS_ALIKE: Final[Mapping[str, type]] = {"store": str, "model_version": bool}
 _ALIKE: Final = "all tiers with it, or all without"
 MIXED_KEYS: Final = (
-    "whoever can write to a tier without a key could have his blocks, and all that is computed "
-    "after them, sealed with yours"
+    "anyone who can write to the tier without a key could get forged blocks, and everything "
+    "computed from them, sealed with yours"
 )
 
 
@@ -290,7 +285,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
             )
     if URL_KEY not in written:
         allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
-        refuse(NestedKey(place, ""), dict(written), f'it has no "{URL_KEY}"', allowed, fix)
+        refuse(NestedKey(place, ""), dict(written), f'"{URL_KEY}" is missing', allowed, fix)
     location = URL.kind.read(NestedKey(URL_KEY, place), written[URL_KEY])
     _require_fitting(location, place, written)
     values: dict[str, Any] = {
@@ -328,7 +323,7 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
         refuse(
             NestedKey(row.key, place),
             last,
-            f"the first tier has {shown(first)}, and what is written goes to all tiers",
+            f"the first tier has {shown(first)}, and all tiers get the same writes",
             _ALIKE,
             f'write "{row.key}": {more} into each tier, or into none',
         )
@@ -354,8 +349,8 @@ def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
         problem = "hashes pickles, which can differ between processes for equal tokens"
         return problem, f"write --prefix-caching-hash-algo {SHARED_HASH}"
     if not has_seed:
-        fix = f"set the variable {HASH_SEED_VARIABLE} to one number for all engines"
+        fix = f"set {HASH_SEED_VARIABLE} to the same number for all engines"
         if algorithm != SHARED_HASH:
             fix += f", or write --prefix-caching-hash-algo {SHARED_HASH}"
-        return "begins with a seed that is another one in every process", fix
+        return "uses a seed that differs between processes", fix
     return None

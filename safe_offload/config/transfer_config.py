@@ -128,8 +128,8 @@ def _require_spelling(written: Mapping[str, object]) -> None:
     if ratio < _SPELLING_CUTOFF and not is_of_our_module:
         return
     raise ConfigError(
-        f"kv_connector = {shown(name)}: there is no such connector. "
-        f'Fix: write "kv_connector": "{CONNECTOR_NAME}".'
+        f'kv_connector = {shown(name)}: unknown connector. Fix: write "kv_connector": '
+        f'"{CONNECTOR_NAME}".'
     )
 
 
@@ -145,8 +145,8 @@ def _require_module(path: object) -> None:
         if path.partition(".")[0] != package and importlib.util.find_spec(path) is not None:
             return
     raise ConfigError(
-        f"{_MODULE_KEY} = {shown(path)}: no {CONNECTOR_NAME} is there. "
-        f'Fix: write "{_MODULE_KEY}": "{CONNECTOR_MODULE}", or leave it out.'
+        f'{_MODULE_KEY} = {shown(path)}: it has no {CONNECTOR_NAME}. Fix: write "{_MODULE_KEY}": '
+        f'"{CONNECTOR_MODULE}", or omit it.'
     )
 
 
@@ -162,7 +162,7 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
             if key in VALID_KEYS
         )
         raise ConfigError(
-            f'"{key}" = {shown(value, key)} stands beside "kv_connector", where vLLM does not know '
+            f'"{key}" = {shown(value, key)} is beside "kv_connector", where vLLM does not accept '
             f'it. Fix: write {{"kv_connector": "{CONNECTOR_NAME}", "{_EXTRA_KEY}": {{{inside}}}}}.'
         )
 
@@ -175,8 +175,8 @@ def _require_role(role: object) -> None:
     """
     if role == "kv_producer":
         raise ConfigError(
-            'kv_role = "kv_producer": this connector loads as well as stores, and vLLM would hand '
-            "out blocks that a step in flight still writes. "
-            f'Allowed: "{DEFAULT_KV_ROLE}". Fix: write "kv_role": "{DEFAULT_KV_ROLE}", which '
-            "produces too; without MultiConnector it may be left out."
+            'kv_role = "kv_producer": this connector also loads, and vLLM would reallocate blocks '
+            f'that a step in flight still writes. Allowed: "{DEFAULT_KV_ROLE}". Fix: write '
+            f'"kv_role": "{DEFAULT_KV_ROLE}", which also produces; without MultiConnector, it may '
+            "be omitted."
         )

@@ -110,7 +110,7 @@ def open_rank(wanted: Wanted) -> RankFile:
     try:
         folder = _own_folder(user_folder()) / wanted.name
         with contextlib.closing(_locks_beside(folder)) as locks:
-            what, growth = f"the one that makes {folder}", lambda: _sizes_of(folder / NEW)
+            what, growth = f"creating {folder}", lambda: _sizes_of(folder / NEW)
             wait_for(locks, _place_of(folder), what, MAKING_TIMEOUT_S, growth)
             _remove_unfinished(folder, locks)
             return _open_rank(_own_folder(folder), wanted)
@@ -166,10 +166,10 @@ def room_problem(folder: Path, free_bytes: int, size_bytes: int) -> str:
     if free_bytes >= size_bytes:
         return ""
     return (
-        f"{folder} has {free_bytes >> 20} MiB of the {size_bytes >> 20} MiB left that the pool "
-        f"needs. Fix: make {BASE} larger (docker run --shm-size; in Kubernetes an emptyDir with "
-        "medium: Memory, mounted there; or mount -o remount,size=…), give a smaller "
-        '"cpu_bytes_to_use", or remove pools that nobody uses (safe-offload cache ls node)'
+        f"{folder} has {free_bytes >> 20} MiB free, and the pool needs {size_bytes >> 20} MiB. "
+        f"Fix: enlarge {BASE} (docker run --shm-size; in Kubernetes an emptyDir with medium: "
+        'Memory, mounted there; or mount -o remount,size=…), lower "cpu_bytes_to_use", or remove '
+        "unused pools (safe-offload cache ls node)"
     )
 
 
@@ -186,8 +186,8 @@ def require_own(path: Path) -> Path:
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or found.st_mode & 0o077:
         raise SharingError(
-            f"{path} is not a folder of this user alone (mode 0700). Fix: remove it, as root if "
-            "another user has made it"
+            f"{path} is not a folder owned by this user with mode 0700. Fix: remove it, as root "
+            "if it belongs to another user"
         )
     return path
 
@@ -247,7 +247,7 @@ def wait_for(
         if (found := progress()) != seen:
             seen, gone_on_s = found, now_s
         if now_s - gone_on_s > patience_s:
-            raise StalledError(f"{what} has not gone on for {patience_s:g} s")
+            raise StalledError(f"another process made no progress for {patience_s:g} s ({what})")
         if now_s - begin_s > SAID_AFTER_S and not is_said:
             logger.info("Waiting for another process: %s. It may have been stopped.", what)
             is_said = True
@@ -255,7 +255,7 @@ def wait_for(
 
 
 def _removal(folder: Path) -> str:
-    return f"end the engines that use it, and run: safe-offload cache rm node {folder.name}"
+    return f"stop the engines that use it, and run: safe-offload cache rm node {folder.name}"
 
 
 def find_pools() -> list[Pool]:
@@ -306,17 +306,17 @@ def remove_pool(path: Path, *, is_dry: bool = False) -> str:
     require_own(path.parent)
     with contextlib.closing(_locks_beside(path)) as locks:
         if not locks.take(_place_of(path)):
-            return "is being made, opened or removed by another process"
+            return "is being created, opened or removed by another process"
         pool = _look_at(path)
         if pool.num_engines:
             return f"is in use by {pool.num_engines} engine{'s' if pool.num_engines > 1 else ''}"
         if pool.is_used:
-            return "is in use, by an engine that starts or is of another version"
+            return "is in use by an engine that is starting or has another version"
         folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             names = os.listdir(folder_fd)
             if others := sorted(name for name in names if not _PART.fullmatch(name)):
-                return f"has {others[0]!r} in it, which is no part of a pool"
+                return f"has {others[0]!r} in it, which is not part of a pool"
             for name in () if is_dry else names:
                 os.unlink(name, dir_fd=folder_fd)
         finally:

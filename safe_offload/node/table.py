@@ -79,13 +79,13 @@ class Table:
         self.locks = Locks(path)
         size_bytes = os.fstat(self.locks.fd).st_size
         if size_bytes < HEADER_BYTES:
-            raise SharingError(f"{path} is no table of a pool")
+            raise SharingError(f"{path} is not the table of a pool")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._mapping = mmap.mmap(fd, size_bytes)  # keeps a copy of the descriptor: without locks
         os.close(fd)
         magic, self.pool_id, self.num_slots, self.hash_bytes = _HEADER.unpack_from(self._mapping)
         if not magic.startswith(MAGIC) or size_bytes != _size_of(self.num_slots, self.hash_bytes):
-            raise SharingError(f"{path} is of another version, or cut off")
+            raise SharingError(f"{path} has another version, or is truncated")
         self.lot_slots = lot_slots_of(self.num_slots)
         self.num_lots = -(-self.num_slots // self.lot_slots)
         self._at = HEADER_BYTES
@@ -162,7 +162,7 @@ class Table:
                 self._engines[self.engine][_NAPS] = 0
                 self.is_awake = True
             else:
-                self.lost = "its table was damaged, and another engine has this one's place in it"
+                self.lost = "its table was damaged, and another engine has taken this one's place"
                 self.locks.give(NAPS + self.engine)
         return self.is_awake
 

@@ -80,16 +80,16 @@ class Count(Series, enum.ReprEnum):
     POSTPONED_HITS = "postponed_hits", "Hits postponed: loads hold too many GPU blocks."
     SHARED_WAITS = "shared_waits", "Requests that waited for another request's load."
     SHARED_WAITS_CUT = "shared_waits_cut", "Of shared_waits, those that hit the limit."
-    UNPAID_HITS = (
-        "unpaid_hits",
+    SKIPPED_HITS = (
+        "skipped_hits",
         "Hits skipped because recomputing is faster.",
     )
     TIER_LOOKUPS = "tier_lookups", "Requests that looked up tiers."
     TIER_WAITS_CUT = "tier_waits_cut", "Of tier_lookups, those that hit the wait limit."
     FETCHED_BLOCKS = "fetched_blocks", "Blocks fetched from a tier."
     MISSED_BLOCKS = "missed_blocks", "Blocks whose fetch from a tier failed."
-    UNPAID_FETCH_TOKENS = (
-        "unpaid_fetch_tokens",
+    SKIPPED_FETCH_TOKENS = (
+        "skipped_fetch_tokens",
         "Tokens not fetched because recomputing is faster.",
     )
     FETCH_BLOCKS_NO_SLOT = "fetch_blocks_no_slot", "Blocks not fetched for lack of host slots."
@@ -135,7 +135,11 @@ FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS = map(
 _FAILED = (FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS)
 COUNTERS: tuple[Series, ...] = (*Count, *(s for failed in _FAILED for s in failed.values()))
 """Everything that is counted."""
-RENAMED = {"fetch_blocks_no_slot": "roomless_blocks"}
+RENAMED = {
+    "fetch_blocks_no_slot": "roomless_blocks",
+    "skipped_hits": "unpaid_hits",
+    "skipped_fetch_tokens": "unpaid_fetch_tokens",
+}
 """Counters that Prometheus has under their old name too, for one version."""
 
 

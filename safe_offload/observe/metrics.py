@@ -224,7 +224,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         config = OffloadConfig.from_extra_config(extra, world_size=1)
         tiers = TIER_SERIES[: len(config.tiers)]
         counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
-        counters += [Series(old, f"Old name of {name}.") for name, old in RENAMED.items()]
+        counters += [Series(old, f"Deprecated name of {name}.") for name, old in RENAMED.items()]
         self._counters = self._make_series(self._counter_cls, counters, "_total")
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
         own += [series for tier in tiers for series in tier.seconds.values()]

@@ -111,7 +111,7 @@ class ServedStats:
         self._server = config.open_metrics(
             index, functools.partial(PageServer, make_pieces=self.pieces)
         )
-        told = 'Metrics are served at http://%s:%d/metrics ("metrics_host", "metrics_port").'
+        told = 'Serving metrics at http://%s:%d/metrics ("metrics_host", "metrics_port").'
         logger.info(told, config.metrics_host, self._server.port)
 
     def _make(self, kind: Any, **options: Any) -> _Metric:

@@ -46,8 +46,8 @@ class AdaptivePlanner(Planner):
             self._ranks.label("eviction_order", contest.order)
             self.has_changed = True
             logger.info(
-                "The host cache evicts in the order %s from now on, no longer %s: on a sample of "
-                "what was asked for, it would have hit more.",
+                "The host cache now evicts in the order %s, not %s, which would have hit less on "
+                "a sample of requests.",
                 contest.order,
                 before,
             )

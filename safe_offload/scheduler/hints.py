@@ -25,7 +25,7 @@ TTL_KEY = "ttl_s"
 ACTIONS_MAX = 64
 KNOWN = (
     f'protocol_version "{PROTOCOL_VERSION}", action_version "{ACTION_VERSION}", action_type '
-    f'"{FETCH}", "{DEMOTE}" or "{RETAIN}", whose payload has "{TTL_KEY}", a number of 0 to '
+    f'"{FETCH}", "{DEMOTE}" or "{RETAIN}", with "{TTL_KEY}" in its payload, a number from 0 to '
     f"{MAX_PIN_S}"
 )
 
@@ -66,7 +66,7 @@ def _envelopes(request: Request) -> Iterator[Any]:
 
 def _problem_of_envelope(envelope: Any, actions: Any) -> str:
     if _field(envelope, "protocol_version") != PROTOCOL_VERSION:
-        return "protocol_version is missing or another"
+        return "protocol_version is missing or unsupported"
     if not isinstance(actions, list | tuple):
         return f"actions is of type {type(actions).__name__}"
     return ""
@@ -75,7 +75,7 @@ def _problem_of_envelope(envelope: Any, actions: Any) -> str:
 def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count | None, str]:
     """Return the limits with an action, and what it counts as, or what is wrong with it."""
     if _field(action, "action_version") != ACTION_VERSION:
-        return limits, None, "action_version is missing or another"
+        return limits, None, "action_version is missing or unsupported"
     kind = _field(action, "action_type")
     if kind == FETCH:  # from where is in our tiers, whatever its payload says
         return replace(limits, is_fetched=True), Count.FETCH_HINTS, ""

@@ -18,8 +18,8 @@ BROUGHT_KEY = "do_remote_prefill"
 MAX_TOKENS = (1 << 31) - 1
 MAX_PIN_S = 86400
 ALLOWED = (
-    f"a whole number of 0 to {MAX_TOKENS}, of {PIN_KEY} a number of 0 to {MAX_PIN_S}, "
-    f'of {KIND_KEY} "{NOTHING}"'
+    f"an integer from 0 to {MAX_TOKENS}, for {PIN_KEY} a number from 0 to {MAX_PIN_S}, "
+    f'for {KIND_KEY} "{NOTHING}"'
 )
 
 
@@ -78,7 +78,7 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
     if leaves_nothing := isinstance(kind, str) and kind == NOTHING:
         numbers[0], pin_s = 0, None
     elif kind is not None:
-        problems.append(f"{KIND_KEY} is another word, or of type {type(kind).__name__}")
+        problems.append(f"{KIND_KEY} is unknown, or of type {type(kind).__name__}")
     is_brought = bool(params.get(BROUGHT_KEY))
     limits = Limits(numbers[0], numbers[1], leaves_nothing, pin_s, is_brought=is_brought)
     return limits, problems

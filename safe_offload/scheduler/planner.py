@@ -491,7 +491,7 @@ class Planner(SchedulerSide):
             if facts.doubts:
                 self.tiers.stand_alone(facts.doubts)
         for rank in report.lost_ranks:
-            self._ranks.lose(rank, "no way to copy passed its self-test")
+            self._ranks.lose(rank, "no copy path passed the self-test")
         if self._ranks.has_dead:
             self._stop()
         if self.hits.slots.num_usable or report.lost_ranks:
@@ -566,10 +566,10 @@ class Planner(SchedulerSide):
         self._counters[Count.RESETS] += 1
         num_held = self.hits.directory.num_held
         if cause is None:
-            told = "The host cache was reset: what %d slots held can no longer be hit."
+            told = "The host cache was reset: %d slots were invalidated."
             logger.info(told, num_held)
         elif num_held:  # an update of the weights may be many calls
-            told = "The weights may have changed (%s): what %d slots held can no longer be hit."
+            told = "The weights may have changed (%s): %d slots were invalidated."
             logger.info(told, cause, num_held)
         self.hits.slots.forget_all()
         for state in self.book:

@@ -70,8 +70,8 @@ class Ranks:
         for other in known:
             few, many = sorted((facts.num_sharing, other.num_sharing))
             if few != many and facts.rank // many == other.rank // many:
-                said = f"{facts.num_sharing} ranks in a row share its host memory, as it says"
-                self.lose(facts.rank, f"{said}; rank {other.rank} says {other.num_sharing}")
+                said = f"it reports {facts.num_sharing} consecutive ranks sharing its host memory"
+                self.lose(facts.rank, f"{said}; rank {other.rank} reports {other.num_sharing}")
         if len(known) < self._num_ranks:
             return
         labels = merge(known) | self._more_labels
@@ -81,8 +81,8 @@ class Ranks:
             return
         self._is_ready = True
         logger.info(
-            "Host memory is ready: %d slots can be used on each of %d ranks. It is %s, huge pages "
-            "%s, NUMA node %s. Copies by %s.",
+            "Host memory is ready: %d slots per rank (%d). It is %s, huge pages %s, NUMA node %s. "
+            "Copies by %s.",
             self._slots.num_usable,
             self._num_ranks,
             labels["memory"],
@@ -103,10 +103,10 @@ class Ranks:
         if retired:
             self._counters[Count.CHECKSUM_MISMATCHES] += len(retired)
             logger.error(
-                "Host memory of rank %d changed while it held KV cache, in slots %s. Their tokens "
-                "are recomputed and they are not used again. This is most often a memory error: "
-                "check the machine (dmesg, ECC counts of edac-util or ipmitool sel) and replace "
-                "the module if it comes again.",
+                "Host memory of rank %d was corrupted in slots %s. Their tokens are recomputed, "
+                "and the slots are retired. The usual cause is a memory error: check the machine "
+                "(dmesg, ECC counts of edac-util or ipmitool sel), and replace the module if it "
+                "recurs.",
                 bad.rank,
                 sorted(retired),
             )
@@ -119,7 +119,7 @@ class Ranks:
             return
         if self._is_worth_a_line(failure):
             logger.warning(
-                "%s %d failed on rank %d: %s. Its tokens are recomputed when they are needed.",
+                "%s %d failed on rank %d: %s. Its tokens are recomputed when needed.",
                 kind,
                 outcome.transfer_id,
                 rank,
@@ -139,9 +139,8 @@ class Ranks:
             return
         self.has_dead = True
         logger.error(
-            "Rank %d cannot copy any more: %s. The connector goes on as a cache that always "
-            "misses: nothing is stored or loaded until the server is restarted. The log of that "
-            "rank says why.",
+            "Rank %d can no longer copy: %s. Offloading is off until the server is restarted; "
+            "vLLM serves without host hits. The log of that rank gives the cause.",
             rank,
             why,
         )

@@ -186,8 +186,8 @@ class RequestBook:
             self._num_bad_params += 1
             if is_milestone(self._num_bad_params):
                 logger.warning(
-                    "kv_transfer_params of %d requests could not be used, and they were served "
-                    "without limits; of the last one %s. Allowed: %s.",
+                    "Invalid kv_transfer_params in %d requests, which were served without limits; "
+                    "in the last one, %s. Allowed: %s.",
                     self._num_bad_params,
                     " and ".join(problems),
                     ALLOWED,
@@ -312,8 +312,8 @@ class HintedBook(RequestBook):
             self._num_with_unknown_hints += 1
             if is_milestone(self._num_with_unknown_hints):
                 logger.warning(
-                    "Hints of %d requests could not be used, and nothing came of these; of the "
-                    "last one %s. Known: %s.",
+                    "Invalid hints in %d requests, which were ignored; in the last one, %s. "
+                    "Supported: %s.",
                     self._num_with_unknown_hints,
                     " and ".join(dict.fromkeys(problems)),
                     KNOWN,

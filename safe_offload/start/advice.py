@@ -90,11 +90,11 @@ def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str
         "gpu_pools": f"{pool.num_slots / max(1, pool.num_gpu):.1f}",
         "groups": str(pool.num_groups),
     }
-    fate = "ends its request with an error" if policy == "fail" else "is recomputed"
+    fate = "end their request with an error" if policy == "fail" else "is recomputed"
     sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
     logger.info(
-        "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, a load that "
-        f"fails {fate}. Per rank (%(ranks)s): up to %(slots_per_rank)s slots in "
+        "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, failed loads "
+        f"{fate}. Per rank (%(ranks)s): up to %(slots_per_rank)s slots in "
         f"{format_bytes(copy_bytes)} of host memory{sharing}: about %(tokens)s tokens, or "
         f"%(longest_requests)s requests of max_model_len ({pool.max_model_len} tokens), "
         "%(gpu_pools)s times the GPU's own pool. KV cache groups: %(groups)s. copy_path "
@@ -107,18 +107,18 @@ def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str
 def _advise_on_failures(transfer_config: Any) -> None:
     if transfer_config.kv_load_failure_policy == "fail":
         logger.warning(
-            'kv_load_failure_policy is "fail": a load that fails ends its request with an error. '
-            "Recommended, so that its tokens are recomputed instead: write "
-            '"kv_load_failure_policy": "recompute" beside "kv_connector" in --kv-transfer-config; '
-            "under MultiConnector beside its name, where it holds for the other connectors too."
+            'kv_load_failure_policy is "fail": failed loads end their request with an error. To '
+            'recompute their tokens instead, write "kv_load_failure_policy": "recompute" beside '
+            '"kv_connector" in --kv-transfer-config; under MultiConnector, beside its name, where '
+            "it applies to all connectors."
         )
 
 
 def _advise_on_role(transfer_config: Any) -> None:
     if transfer_config.kv_role != DEFAULT_KV_ROLE:
         logger.warning(
-            'kv_role "%s" has no effect: SafeCPUOffloadConnector stores and loads anyway. Leave it '
-            "out.",
+            'kv_role "%s" has no effect: SafeCPUOffloadConnector always stores and loads. Remove '
+            "it.",
             transfer_config.kv_role,
         )
 
@@ -128,8 +128,8 @@ def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None
     is_same = config.cpu_bytes_to_use == config.cpu_bytes_per_rank * config.world_size
     if len(written) > 1 and not (is_same and config.num_slots is None):
         logger.warning(
-            'Several keys give the size of the host pool: "%s" counts, %s %s no effect. Remove '
-            "the ones that you do not mean.",
+            'Several keys set the size of the host pool: "%s" takes precedence, %s %s no effect. '
+            "Remove the others.",
             config.capacity_key,
             " and ".join(f'"{key}"' for key in written if key != config.capacity_key),
             "has" if len(written) == 2 else "have",
@@ -146,7 +146,7 @@ def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
         name for name in os.environ if name.startswith(other_connectors.LMCACHE)
     ):
         logger.warning(
-            "Variables of LMCache have no effect here: %s. Write what you mean into "
+            "LMCache variables have no effect here: %s. Set the equivalents in "
             'kv_connector_extra_config, such as "cpu_bytes_to_use_per_rank": "20GB" for '
             "LMCACHE_MAX_LOCAL_CPU_SIZE=20, and remove them.",
             ", ".join(variables),
@@ -162,17 +162,16 @@ def _advise_on_pool(pool: _Pool, config: OffloadConfig) -> None:
     if pool.num_slots < pool.num_request:
         larger.append(
             f"a request of max_model_len ({pool.max_model_len} tokens) needs "
-            f"{pool.blocks(pool.num_request)}, so it cannot come back as a whole"
+            f"{pool.blocks(pool.num_request)}, so it does not fit"
         )
     if pool.num_slots < pool.num_gpu and not config.lazy_offload:
         larger.append(
-            f"the GPU's own pool has {pool.blocks(pool.num_gpu)}, so the host keeps little that "
-            "the GPU does not have"
+            f"the GPU's own pool has {pool.blocks(pool.num_gpu)}, so the host mostly duplicates it"
         )
     if larger:
         num_wanted = max(pool.num_request, 0 if config.lazy_offload else pool.num_gpu)
         logger.warning(
-            'The host pool is small: "%s" gives each rank %s; %s. Give more: at least %s.',
+            'The host pool is small: "%s" gives each rank %s; %s. Set at least %s.',
             config.capacity_key,
             pool.blocks(pool.num_slots),
             "; ".join(larger),
@@ -196,8 +195,8 @@ def _advise_on_layout(vllm_config: VllmConfig, config: OffloadConfig) -> None:
     if config.enable_cross_layers_blocks and layout and not layout.startswith("BL"):
         logger.info(
             '"enable_cross_layers_blocks" has no effect here: the KV cache layout is %s, because '
-            "an attention backend of this model reads no other, or another connector or "
-            "VLLM_KV_CACHE_LAYOUT asks for it. Each layer of a block is copied by itself.",
+            "an attention backend of this model supports no other, or another connector or "
+            "VLLM_KV_CACHE_LAYOUT requires it. Each layer of a block is copied separately.",
             layout,
         )
 

@@ -38,14 +38,14 @@ def take_offloading_size(arguments: Any) -> None:
     written = config if isinstance(config, dict) else vars(config)
     if not is_ours(written) or getattr(arguments, "kv_offloading_backend", "native") != "native":
         raise ConfigError(
-            f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place "
-            f"of {CONNECTOR_NAME}. Fix: remove --kv-offloading-size and --kv-offloading-backend, "
-            f'and write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
+            f"--kv-offloading-size {size_gib:g} makes vLLM use its own connector instead of "
+            f"{CONNECTOR_NAME}. Fix: remove --kv-offloading-size and --kv-offloading-backend, and "
+            f'write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
         )
     sized = {**(written.get(_EXTRA_KEY) or {}), "cpu_bytes_to_use": int(size_gib * GIB)}
     written[_EXTRA_KEY] = sized
     arguments.kv_offloading_size = None
-    logger.info('--kv-offloading-size %g is taken as "cpu_bytes_to_use": "%gGiB".', *[size_gib] * 2)
+    logger.info('--kv-offloading-size %g is used as "cpu_bytes_to_use": "%gGiB".', *[size_gib] * 2)
 
 
 def prepare_start(config: Any) -> None:
@@ -76,8 +76,8 @@ def tell_of_lost_metrics(arguments: Any) -> None:
     is_lost = arguments.disable_log_stats or os.environ.get(_RUST, "0") != "0"
     if is_lost and not all(_settings(written).metrics_port for written in ours):
         logger.warning(
-            "With %s, vLLM's /metrics has no row vllm:safe_offload_... Fix: write "
-            '"metrics_port": 9400 in kv_connector_extra_config, and scrape that port too.',
+            'With %s, vLLM\'s /metrics lacks vllm:safe_offload_... Fix: write "metrics_port": '
+            "9400 in kv_connector_extra_config, and scrape that port too.",
             cause,
         )
 
@@ -98,8 +98,8 @@ def _settle_hashes(config: Any) -> None:
     if cache_config.prefix_caching_hash_algo == DEFAULT_HASH:
         cache_config.prefix_caching_hash_algo = SHARED_HASH
         logger.info(
-            "prefix_caching_hash_algo is %s, not vLLM's default %s: what several engines use "
-            "needs hashes that are the same in every process.",
+            "prefix_caching_hash_algo is %s, not vLLM's default %s: shared blocks need hashes "
+            "that are the same in every process.",
             SHARED_HASH,
             DEFAULT_HASH,
         )
@@ -125,9 +125,8 @@ def _require_directories(written: Mapping[str, Any], parallel: Any) -> None:
         path = tier.location.path
         if tier.location.scheme == FILE and os.path.exists(path) and not os.path.isdir(path):
             raise ConfigError(
-                f'The tier "{path}" is no directory. Objects are files in a directory; a file that '
-                "another connector has left there is not read. Fix: name a directory, or remove "
-                "what is there."
+                f'The tier "{path}" is not a directory. Objects are files in a directory; a file '
+                "of another connector is not read. Fix: name a directory, or remove the file."
             )
 
 

@@ -91,7 +91,7 @@ def _repeat(pid: int, read_end: int) -> None:
     if os.getpid() != pid:
         return  # a child that was forked
     for message in _messages(read_end):
-        print(f"SafeCPUOffloadConnector ended the start: {message}", file=sys.stderr, flush=True)
+        print(f"SafeCPUOffloadConnector aborted the start: {message}", file=sys.stderr, flush=True)
 
 
 def _messages(read_end: int) -> Iterator[str]:

@@ -58,10 +58,10 @@ def register() -> None:
         from safe_offload.compat.versions import installed_version
 
         _logger.exception(
-            "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
-            "KVConnectorFactory.register_connector and KVTransferConfig.__post_init__ as in "
-            "vLLM 0.32. Fix: install a version of vLLM that the README of safe_offload lists as "
-            "tested, or uninstall safe-offload.",
+            "safe_offload could not register %s with vLLM %s, which runs without it. Expected "
+            "KVConnectorFactory.register_connector and KVTransferConfig.__post_init__ as in vLLM "
+            "0.32. Fix: install a version of vLLM that safe_offload is tested with, or uninstall "
+            "safe-offload.",
             CONNECTOR_NAME,
             installed_version() or "of unknown version",
         )
@@ -87,8 +87,8 @@ def _register_name() -> None:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
     except ValueError:
         _logger.warning(
-            "Another package has registered the KV connector name %s; that one is used. Fix: to "
-            'use the one of safe_offload, add "kv_connector_module_path": "%s" to '
+            "Another package has registered the KV connector name %s and takes precedence. Fix: "
+            'to use safe_offload\'s, add "kv_connector_module_path": "%s" to '
             "--kv-transfer-config.",
             CONNECTOR_NAME,
             CONNECTOR_MODULE,

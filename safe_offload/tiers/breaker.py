@@ -13,7 +13,7 @@ FAILURES_MAX = 3
 """In a row, before the circuit opens."""
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 """At first and at most. Each is twice as long as the one before, and 0.5 to 1.5 times that, so that
-engines do not come back together."""
+engines do not retry at the same time."""
 
 
 class BreakerState(enum.Enum):
@@ -75,9 +75,8 @@ class Breaker:
         self._num_failures += 1
         if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
             logger.warning(
-                "%s has failed %d times in a row, last because %s. Circuit open: the next try is "
-                "in about %g s, then after longer pauses. Requests are served without it "
-                "meanwhile.",
+                "%s has failed %d times in a row, last because %s. Circuit breaker open: the next "
+                "attempt is in about %g s, later ones less often. Requests bypass the tier.",
                 *(self._name, self._num_failures, problem, self._pause_s),
             )
         elif self.state is not BreakerState.TRYING:

@@ -105,13 +105,13 @@ class GuardedTier:
 
     @property
     def is_out(self) -> bool:
-        """Return whether the circuit breaker of reads is open."""
+        """Return whether the circuit breaker is open for reads."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
         return any(breaker.state is not BreakerState.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
-        """Return whether the circuit breaker of writes is open."""
+        """Return whether the circuit breaker is open for writes."""
         return self._breakers[Operation.SPILL].state is not BreakerState.CLOSED
 
     def namespace(self, generation: str) -> bytes:
@@ -144,7 +144,7 @@ class GuardedTier:
                 return
 
     async def probe(self, names: Sequence[Name]) -> list[bool] | None:
-        """Return which objects exist; None on a timeout, or if the circuit breaker is open.
+        """Return which objects exist; None after a timeout or with the circuit breaker open.
 
         Cancelled, it counts as neither success nor failure.
         """
@@ -166,7 +166,7 @@ class GuardedTier:
         seconds = loop.time() - begin_s
         if not task.done():
             self._leave(task)
-            breaker.fail(f"a probe had not ended after {seconds:g} s")
+            breaker.fail(f"a probe did not finish within {seconds:g} s")
             self._note(Operation.PROBE, seconds, {"timed_out": len(names)})
             return None
         found, problem = _result_of(task, len(names), bool)
@@ -206,8 +206,8 @@ class GuardedTier:
         if not closing.done():
             closing.cancel()
             logger.warning(
-                "Tier %s did not close within %g s and is left behind. If this repeats, look for "
-                "a hanging device or mount.",
+                "Tier %s did not close within %g s and is abandoned. If this recurs, check for a "
+                "hung device or mount.",
                 *(self.tier.label, CLOSE_TIMEOUT_S),
             )
         elif not closing.cancelled() and (error := closing.exception()) is not None:
@@ -248,7 +248,7 @@ class GuardedTier:
                 elif counts[Result.STILL_FULL]:
                     problem = "there was no room"
                 elif is_late:
-                    problem = f"a {operation.value} had not begun after {seconds:g} s"
+                    problem = f"a {operation.value} did not start within {seconds:g} s"
             if problem:
                 breaker.fail(problem)
             elif counts[Result.CANCELLED] < len(names):
@@ -283,9 +283,9 @@ class GuardedTier:
         turn.close()  # one that hangs must not hold up all others
         self._breakers[operation].fail(f"a {operation.value} hangs")
         logger.error(
-            "A %s of %d objects in tier %s has not returned %g s after its deadline. Until it "
-            "does, its host slots are not used. Look for a hanging device or mount (dmesg), and "
-            "restart the server if it does not come back.",
+            "A %s of %d objects in tier %s has not returned %g s after its deadline. Its host "
+            "slots stay leased until it does. Check for a hung device or mount (dmesg), and "
+            "restart the server if it does not recover.",
             *(operation.value, num_objects, self.tier.label, GRACE_S),
         )
         await outlast({task}, task.cancel)
@@ -325,12 +325,12 @@ async def _run(call: Callable[..., Any], *args: object) -> Any:
 def _result_of(task: asyncio.Task[Any], num_names: int, kind: type) -> tuple[list[Any], str]:
     """Return what a task that has ended says of each name, or nothing and what is wrong with it."""
     if task.cancelled():
-        return [], "it was cancelled and did not say what it had done"
+        return [], "it was cancelled and returned no result"
     if (error := task.exception()) is not None:
         return [], f"of {type(error).__name__}: {error}"
     found = task.result()
     if not isinstance(found, list) or len(found) != num_names:
-        return [], f"it answered for another number of objects than the {num_names} asked for"
+        return [], f"it did not return one result for each of the {num_names} objects"
     if not all(isinstance(each, kind) for each in found):
-        return [], "its answer is not one"
+        return [], "its result is invalid"
     return found, ""

@@ -39,5 +39,5 @@ class RareLog:
         """Say that an object of a tier is not what it should be."""
         if self.is_due(result):
             logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s", self._label, result.value, name
+                "Unusable object in tier %s, it is %s: %s", self._label, result.value, name
             )

@@ -49,7 +49,9 @@ _FINGERPRINT_OF: Final = b"safe_offload: fingerprint of a key"
 _OFF_LOOP_BYTES: Final = 512 << 10
 """From here on a digest takes longer than the way to another thread and back."""
 _NUM_THREADS: Final = 2
-_MAKE_ONE: Final = "make one with `openssl rand -hex 32`, and give all engines that share the same"
+_MAKE_ONE: Final = (
+    "create one with `openssl rand -hex 32`, and give the same file to all engines that share"
+)
 
 
 class Digest(Protocol):
@@ -199,7 +201,7 @@ def _read_key(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(
             f'the key in "hmac_key_file", {secret_file(path)}, cannot be read: {error.strerror}. '
-            f"Fix: give the path of a file that the user of vLLM may read; {_MAKE_ONE}."
+            f"Fix: name a file that vLLM's user can read; {_MAKE_ONE}."
         ) from None
     key = content.strip() if content.isascii() else content
     with contextlib.suppress(ValueError):  # else it is the key itself
@@ -209,9 +211,9 @@ def _read_key(path: str) -> bytes:
         raise ConfigError(f'the key in "hmac_key_file", {path}, {problem}. Fix: {_MAKE_ONE}.')
     if mode & stat.S_IRWXO:
         logger.warning(
-            "The key in %s can be read by every user of this machine (mode %04o): whoever has it "
-            "can write objects that are taken for right. Set its mode to 0400, or 0440 in a "
-            "Kubernetes secret (defaultMode).",
+            "The key in %s can be read by every user of this machine (mode %04o): anyone with the "
+            "key can forge objects. Set its mode to 0400, or 0440 in a Kubernetes secret "
+            "(defaultMode).",
             *(path, stat.S_IMODE(mode)),
         )
     return key
@@ -221,7 +223,7 @@ def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
     if num_content_bytes > _KEY_FILE_BYTES_MAX:
         return f"is longer than {_KEY_FILE_BYTES_MAX} bytes"
     if len(key) < KEY_BYTES_MIN:
-        return f"has {len(key)} bytes; expected {KEY_BYTES_MIN} random ones or more"
+        return f"has {len(key)} bytes; expected at least {KEY_BYTES_MIN} random ones"
     if len(set(key)) < _DISTINCT_MIN:
         return f"is not random: it has {len(set(key))} different bytes"
     return ""

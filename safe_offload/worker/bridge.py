@@ -133,9 +133,8 @@ class WorkerBridge(WorkerSide):
             # What the host holds is filed under blocks of the first storage, and copies in flight
             # know its addresses only.
             logger.error(
-                "vLLM has registered another KV cache, which does not fit the host memory. The "
-                "connector goes on as a cache that always misses; restart the server to use it "
-                "again."
+                "vLLM registered another KV cache, which does not match the host memory. "
+                "Offloading is off until the server is restarted; vLLM serves without host hits."
             )
             self.shutdown()
 
@@ -159,8 +158,8 @@ class WorkerBridge(WorkerSide):
             self.opened.transfers.take_copied()
         if not has_ended:
             logger.error(
-                "A copy that was timed before the first step does not end. The connector goes on "
-                "as a cache that always misses. Look for a hanging device, and restart."
+                "A copy timed before the first step did not end; every lookup misses. "
+                "Fix: check for a hung device, and restart."
             )
             self._is_lost = True
             self.shutdown()
@@ -185,9 +184,9 @@ class WorkerBridge(WorkerSide):
                 self._is_asleep = False
                 raise TransferError(
                     "sleep",
-                    f"{len(self._running)} copies did not end within {SLEEP_TIMEOUT_S:g} s, so the "
-                    "KV cache cannot be taken away. Try again; if this repeats, look for a "
-                    "hanging device.",
+                    f"{len(self._running)} copies did not end within {SLEEP_TIMEOUT_S:g} s, so "
+                    "the KV cache cannot be released. Try again; if this recurs, check for a hung "
+                    "device.",
                 )
             time.sleep(POLL_S)
 
@@ -204,8 +203,8 @@ class WorkerBridge(WorkerSide):
         if not opened.transfers.close():
             self._left_behind = opened
             logger.error(
-                "A copy%s did not end within 5 s of shutdown; its thread is left to die with the "
-                "process. If this repeats, look for a hanging device.",
+                "A copy%s did not end within 5 s of shutdown; its thread is abandoned. If this "
+                "recurs, check for a hung device.",
                 " or a tier" if opened.tiers else "",
             )
         elif opened.pool is not None:

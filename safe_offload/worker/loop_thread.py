@@ -95,8 +95,8 @@ class LoopThread:
                 runner.run(main())
         except BaseException:
             logger.exception(
-                "The transfer loop of this worker died. The connector goes on as a cache that "
-                "always misses; restart the server to end that, and open an issue with this log."
+                "The transfer loop of this worker died. Offloading is off until the server is "
+                "restarted; vLLM serves without host hits. Open an issue with this log."
             )
         finally:
             on_end()

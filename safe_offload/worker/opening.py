@@ -53,18 +53,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 NOT_SHARED = (
-    "Ranks that hold the same KV cache cannot share one copy of it on this machine: %s. Each keeps "
-    "a copy of its own, so that the host memory holds that many times fewer tokens."
+    "Ranks with the same KV cache cannot share one copy on this machine: %s. Each keeps its own, "
+    "so host memory holds that many times fewer tokens."
 )
 
 ALONE_HERE = (
-    "The host cache of rank %d is not shared with other engines of this machine: %s. Files of the "
-    "model must not change while an engine starts, and the settings must say all that it computes."
+    "The host cache of rank %d is not shared with other engines of this machine: %s. Model files "
+    "must not change while an engine starts, and the settings must determine everything it "
+    "computes."
 )
 
 STALLED = (
-    "The host cache of rank %d is not shared with other engines of this machine: %s. Fix: end or "
-    "continue that process (`ps -eo pid,stat,args` has a T for stopped ones), restart this engine."
+    "The host cache of rank %d is not shared with other engines of this machine: %s. Fix: "
+    "continue or kill that process (`ps -eo pid,stat,args` shows T for stopped ones), then "
+    "restart this engine."
 )
 
 
@@ -232,7 +234,7 @@ class Opening:
                 len(guarded_tiers),
                 self.rank,
                 tier.label,
-                "no limit of ours" if limit is None else f"at most {format_bytes(limit)}",
+                "no capacity limit" if limit is None else f"at most {format_bytes(limit)}",
             )
         return guarded_tiers
 

@@ -47,7 +47,7 @@ class PoolMemory:
             StalledError: others have been testing for too long.
         """
         place, folder = TESTS + self._rank + index, self.facts.place[0]
-        wait_for(self._file.locks, place, f"the one that tests copies in {folder}", TEST_TIMEOUT_S)
+        wait_for(self._file.locks, place, f"testing copies in {folder}", TEST_TIMEOUT_S)
         try:
             yield range(reserved_slots(self.num_slots))
         finally:
@@ -74,15 +74,16 @@ def open_pool(wanted: Wanted) -> PoolMemory:
     logger.info(
         "The shared host cache %s %s: %s for rank %d, in %.1f s.",
         folder,
-        "was made" if file.is_new else "was there",
+        "was created" if file.is_new else "was found",
         format_bytes(len(file.mapping)),
         wanted.rank,
         time.monotonic() - begin_s,
     )
     if file.num_slots != wanted.num_slots:
         logger.warning(
-            "The shared host cache has %d slots, as the first engine was configured; this one asks "
-            "for %d. To change it, end all engines and run: safe-offload cache rm node %s",
+            "The shared host cache has %d slots, set by its first engine; this engine is "
+            "configured for %d. To resize it, stop all its engines and run: safe-offload cache rm "
+            "node %s",
             file.num_slots,
             wanted.num_slots,
             wanted.name,

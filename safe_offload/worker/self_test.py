@@ -91,10 +91,9 @@ class SelfTest:
         self._slots_allowed = range(self._backend.num_usable_slots) if slots is None else slots
         if not self._slots_allowed:
             logger.error(
-                "No host memory was ready in time to test the copies in. The connector goes on as "
-                "a cache that always misses, and vLLM serves without it. Fix: look for a device or "
-                "a machine that hangs (dmesg, nvidia-smi, vmstat), set a smaller "
-                '"cpu_bytes_to_use", and restart.'
+                "No host memory was ready in time for the self-test. Offloading is off until the "
+                "server is restarted; vLLM serves without host hits. Fix: check for a hung device "
+                'or machine (dmesg, nvidia-smi, vmstat), lower "cpu_bytes_to_use", and restart.'
             )
             return False
         start_s = time.monotonic()
@@ -110,14 +109,14 @@ class SelfTest:
         elapsed_s = time.monotonic() - start_s
         for path, problem in self.problems.items():
             logger.error(
-                'Copies by "%s" are not used: the self-test failed. %s', path.value, problem
+                'Copy path "%s" failed the self-test and is not used. %s', path.value, problem
             )
         if not self._sound:
             logger.error(
-                "No way to copy KV cache passed the self-test within %.0f s. The connector goes on "
-                "as a cache that always misses, and vLLM serves without it. Fix: look for a device "
-                "that hangs or has memory errors (dmesg, nvidia-smi -q -d ECC), update the driver, "
-                'or try another "copy_path", and open an issue with this log.',
+                "No copy path passed the self-test within %.0f s. Offloading is off until the "
+                "server is restarted; vLLM serves without host hits. Fix: check for a device that "
+                "hangs or has memory errors (dmesg, nvidia-smi -q -d ECC), update the driver, or "
+                'try another "copy_path", and open an issue with this log.',
                 timeout_s,
             )
             return False
@@ -129,7 +128,7 @@ class SelfTest:
             ", ".join(path.value for path in self._sound),
         )
         if self._timed:
-            logger.info("Copies of scattered blocks were timed: %s.", ", ".join(self._rates()))
+            logger.info("Measured copies of scattered blocks: %s.", ", ".join(self._rates()))
         return True
 
     def time_again(self) -> None:
@@ -153,7 +152,7 @@ class SelfTest:
         times = zip(found, before, strict=False)
         if any(new.seconds < FASTER * old.seconds for new, old in times):
             rates = ", ".join(self._rates())
-            logger.info("Copies of scattered blocks were timed again while nothing ran: %s.", rates)
+            logger.info("Measured copies of scattered blocks again while idle: %s.", rates)
 
     def give_up(self) -> None:
         """Let the test's thread end without another step; wait for the one it is in."""
@@ -221,7 +220,7 @@ class SelfTest:
             raise
         except Exception as error:
             level = logging.DEBUG if self._has_run else logging.INFO
-            logger.log(level, "The ways to copy are chosen without being timed: %s", error)
+            logger.log(level, "Copy paths are chosen without timing: %s", error)
             if time.monotonic() > self._deadline_s:
                 self._sound = []  # a copy may still be in flight, in blocks that vLLM uses soon
 
@@ -236,7 +235,7 @@ class SelfTest:
         seconds = []
         for _ in range(TIMED_ROUNDS):
             if time.monotonic() > end_s:
-                raise TransferError(FailureReason.TIMED_OUT, f"{TIMING_S:g} s are over")
+                raise TransferError(FailureReason.TIMED_OUT, f"no result within {TIMING_S:g} s")
             self._wait([self._submit(direction, blocks, slots)])
             copied = self._transfers.take_copied()[-1]
             seconds.append(copied.queued_s + copied.copying_s)
@@ -341,7 +340,7 @@ class SelfTest:
             for transfer_id, failure in self._transfers.drain():
                 left.discard(transfer_id)
                 if failure is not None:
-                    raise TransferError(failure, "the copy failed; the log says why")
+                    raise TransferError(failure, "the copy failed; see the log")
             if time.monotonic() > self._deadline_s:
                 raise TransferError(FailureReason.TIMED_OUT, "the copy did not end")
             time.sleep(POLL_S)
@@ -413,7 +412,7 @@ class IdleTiming:
             except GivenUpError:
                 return
             except Exception:
-                logger.exception("The timing of the copies ended with an error")
+                logger.exception("Timing the copies again failed")
                 return
 
 

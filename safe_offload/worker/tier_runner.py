@@ -255,7 +255,7 @@ class TierRunner:
         if pending.operation is not Operation.PROBE:
             num_slots = self._slots.num_usable_slots
             if not all(0 <= slot_id < num_slots for slot_id in pending.slot_ids):
-                logger.error("%r names slots that are not there", pending)
+                logger.error("%r names slots that do not exist", pending)
                 self._settle(pending, FailureReason.BAD_PLAN)
                 return
             if not pending.places:
@@ -323,7 +323,7 @@ class TierRunner:
         try:
             learned = namespace_facts.learn(self._is_over.is_set)
         except Exception as error:  # whatever is wrong with the files
-            logger.exception("What the model's files hold could not be learned")
+            logger.exception("The model's files could not be hashed")
             learned = Learned({}, (Doubt(f"its files could not be read: {error!r}"),), "nothing")
         if learned is not None:
             self._loop.call(self._know, namespace_facts, learned)
@@ -334,7 +334,7 @@ class TierRunner:
         self.doubts = namespace_facts.doubts_of(self.guarded_tiers[0].config)
         self._is_known.set()
         logger.info(
-            "Tiers of rank %d are used from now on, in namespace %s (%s).",
+            "Tiers of rank %d are in use, in namespace %s (%s).",
             self._rank,
             ", ".join(guarded.namespace("").hex() for guarded in self.guarded_tiers),
             learned.told,
@@ -432,7 +432,7 @@ class TierRunner:
         slot_ids = np.array([pending.slot_ids[place] for place in pending.places], dtype=np.int64)
         bad = await verifier.changed(slot_ids)
         if bad:
-            logger.warning("Slots %s are not what was stored in them, and are not spilled.", bad)
+            logger.warning("Checksum mismatch in slots %s, which are not written to tiers.", bad)
         return [place for place in pending.places if pending.slot_ids[place] not in bad]
 
     def _settle(self, pending: PendingMessage, failure: FailureReason | None = None) -> None:

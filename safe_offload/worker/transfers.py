@@ -240,7 +240,7 @@ class Transfers:
             return self._backend.fence(completion, timeout_s)
         except Exception:
             # Not a reason to leave the other stores of the step without their fences.
-            logger.exception("A store could not be fenced; it is given up")
+            logger.exception("A store could not be fenced and was dropped")
             return False
 
     # ---- on the loop's thread ------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Transfers:
                 self._verifier.close()  # it reads the memory that the backend frees
             self._backend.end_copies()
         except Exception:
-            logger.exception("The copies of this worker did not end cleanly")
+            logger.exception("The copies of this worker did not shut down cleanly")
         finally:
             self._ended.set()
             for pending in list(self._pending.values()):
@@ -304,7 +304,7 @@ class Transfers:
                 bad = await self._verifier.check(pending.transfer_id, pending.copy)
                 self._bad_slot_ids.extend(bad)
                 if bad:
-                    detail = f"slots {bad} are not what was stored in them"
+                    detail = f"checksum mismatch in slots {bad}"
                     raise TransferError(FailureReason.CHECKSUM_MISMATCH, detail)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -332,7 +332,7 @@ class Transfers:
                 await self._gate_of(pending).enter(pending.turn)
         except TimeoutError:
             raise TransferError(
-                FailureReason.TIMED_OUT, f"its turn did not come within {self._timeout_s:g} s"
+                FailureReason.TIMED_OUT, f"it was still queued after {self._timeout_s:g} s"
             ) from None
 
     async def _wait_for_copy(
@@ -347,7 +347,7 @@ class Transfers:
             if not pending.is_taken_back:
                 raise
             raise TransferError(
-                FailureReason.TIMED_OUT, f"its copy had not begun within {self._timeout_s:g} s"
+                FailureReason.TIMED_OUT, f"its copy had not started after {self._timeout_s:g} s"
             ) from None
         finally:
             timer.cancel()
@@ -376,11 +376,10 @@ class Transfers:
         self._num_overdue += 1
         self._gate_of(pending).leave(pending.turn)
         logger.error(
-            "Transfer %d (%s by %s, %d bytes) was started and has not ended within %g s. Until it "
-            "ends, the request or the host memory that it belongs to waits. If it does not end, "
-            "look for a hanging device or a machine that swaps (dmesg, nvidia-smi, vmstat) and "
-            'restart the server, on a GPU with another "copy_path"; if copies are only slow, raise '
-            '"transfer_timeout_s".',
+            "Transfer %d (%s by %s, %d bytes) is still running after %g s. It blocks its request "
+            "or its host slots until it ends. If it hangs, check the device and swapping (dmesg, "
+            'nvidia-smi, vmstat) and restart the server, on a GPU with another "copy_path". If '
+            'copies are merely slow, raise "transfer_timeout_s".',
             pending.transfer_id,
             pending.copy.direction.value,
             completion.path.value,

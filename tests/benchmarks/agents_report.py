@@ -126,7 +126,7 @@ def late_figures(runs: Sequence[Run], none: Sequence[Run]) -> list[str]:
     return late
 
 
-_DECISIONS: tuple[str, ...] = ("unpaid_hits", "postponed_hits", "unusable_hits", "shared_waits")
+_DECISIONS: tuple[str, ...] = ("skipped_hits", "postponed_hits", "unusable_hits", "shared_waits")
 _DECISIONS += ("skipped_blocks", "evicted_blocks", "fenced_stores", "num_preemptions")
 
 

@@ -104,7 +104,7 @@ class Metrics(BaseHTTPRequestHandler):
             name = 'vllm:prompt_tokens_by_source_total{engine="0",source='
             shares = {"local_compute": 25, "local_cache_hit": 50, "external_kv_transfer": 25}
             lines = [f'{name}"{key}"}} {n * Metrics.num_asked}' for key, n in shares.items()]
-            lines.append(f'vllm:safe_offload_unpaid_hits_total{{engine="0"}} {Metrics.num_asked}')
+            lines.append(f'vllm:safe_offload_skipped_hits_total{{engine="0"}} {Metrics.num_asked}')
             text = "\n".join(lines)
         self.send_response(200)
         self.end_headers()
@@ -145,7 +145,7 @@ def test_the_table_of_running_servers(
     row, *_ = (line for line in text.splitlines() if line.startswith("2 ") and " b " in line)
     throughput, times = "40.00 (40.00 to 40.00)", "1 (1 to 1) 1 (1 to 1) 2 (2 to 2) 4 (4 to 4)"
     assert row.split() == f"2 b {throughput} {times} 50% 25% 25%".split()
-    assert "2 users: unpaid_hits 1, postponed_hits 0" in text
+    assert "2 users: skipped_hits 1, postponed_hits 0" in text
     late = "later than without by more than the rounds' spread: p99 time to first token"
     assert f"{late} (4 to 4, 3 to 3 ms)" in text
     runs = json.loads(file.read_text())["running servers"]["1"]["b"]

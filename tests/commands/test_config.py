@@ -87,7 +87,7 @@ SECRET = ours(tiers=[{"url": "redis://me:hunter2@kv"}, {"url": "file:///mnt/kv",
         (
             ours(cpu_bytes_to_use="64GiB", num_cpu_blocks=7),
             "cpu_bytes_to_use",
-            '"64GiB" written, no effect: "num_cpu_blocks" counts',
+            '"64GiB" written, no effect: "num_cpu_blocks" takes precedence',
         ),
         (POLICY, "kv_load_failure_policy", '"recompute" written'),
         (
@@ -99,14 +99,14 @@ SECRET = ours(tiers=[{"url": "redis://me:hunter2@kv"}, {"url": "file:///mnt/kv",
 )
 def test_a_value_is_shown_with_who_sets_it(run, written, key, expected):
     assert run(written).get(key) == expected
-    assert "Bytes" in run(written, "--explain")
+    assert "Limit" in run(written, "--explain")
 
 
 def test_each_connector_of_ours_under_multi_connector_is_shown(capsys):
     written = multi(ours(verify="load"), OTHER, ours(num_cpu_blocks=7), kv_role="kv_both")
     assert main(["config", "--kv-transfer-config", json.dumps(written)]) == 0
     outer, first, third = capsys.readouterr().out.split("\n\n")
-    assert "vLLM's default: a load that fails ends its request" in outer
+    assert "vLLM's default: failed loads end their request" in outer
     assert first.startswith("connectors[0].kv_connector_extra_config:")
     assert '"load"       written' in first
     assert third.startswith("connectors[2].kv_connector_extra_config:")
@@ -122,40 +122,40 @@ def test_each_connector_of_ours_under_multi_connector_is_shown(capsys):
         ({}, "does not name SafeCPUOffloadConnector"),
         (OTHER, "does not name SafeCPUOffloadConnector"),
         (multi(OTHER, kv_role="kv_both"), "does not name SafeCPUOffloadConnector"),
-        ({"kv_connector": "SafeCpuOffloadConnector"}, "there is no such connector"),
+        ({"kv_connector": "SafeCpuOffloadConnector"}, "unknown connector"),
         (ours(cpu_bytes_to_uze="64GiB"), 'Fix: write "cpu_bytes_to_use"'),
         (ours(cpu_bytes_to_use=64), '"64GiB"'),
-        ({**OURS, "cpu_bytes_to_use": "64GiB"}, "stands beside"),
+        ({**OURS, "cpu_bytes_to_use": "64GiB"}, "is beside"),
         ({**OURS, "kv_role": "kv_producer"}, 'Fix: write "kv_role": "kv_both"'),
         ({**OURS, "kv_role": "both"}, '"kv_role" = "both". Allowed: "kv_both"'),
         ({**OURS, "kv_load_failure_policy": "retry"}, 'Allowed: "recompute", "fail"'),
-        ({**OURS, "kv_rolle": "kv_both"}, '"kv_rolle" is no field of --kv-transfer-config'),
+        ({**OURS, "kv_rolle": "kv_both"}, '"kv_rolle" is not a field of --kv-transfer-config'),
         (multi(OURS), '"kv_role" is missing beside "MultiConnector"'),
         (
             multi(OURS, {"kv_connector": "ExampleConnector"}, kv_role="kv_both"),
             '"kv_role" is missing beside "ExampleConnector"',
         ),
         (multi(OTHER, ours(verify="on"), kv_role="kv_both"), 'Fix: write "verify": "load"'),
-        (multi(OURS, {**OURS, "x": 1}, kv_role="kv_both"), '"x" is no field'),
+        (multi(OURS, {**OURS, "x": 1}, kv_role="kv_both"), '"x" is not a field'),
         (ours(cpu_bytes_to_use="lots"), '["cpu_bytes_to_use"] = "lots": this is not a size'),
         (ours(num_cpu_blocks=1.5), '["num_cpu_blocks"] = 1.5: it has a fraction'),
         (ours(transfer_timeout_s="30"), '"30": this is a value of type str, not a number'),
         (ours(check_invariants="yes"), '"yes": this is a value of type str, not a boolean'),
-        (ours(eviction_policy="fifo"), '["eviction_policy"] = "fifo": there is no such choice'),
+        (ours(eviction_policy="fifo"), '["eviction_policy"] = "fifo": unknown value'),
         (ours(min_load_tokens="often"), '["min_load_tokens"] = "often": this is a string'),
         (ours(tiers={"url": "file:///kv"}), 'Fix: write "tiers": [{"url":'),
-        (ours(tiers=[{}]), '["tiers"][0] = {}: it has no "url"'),
+        (ours(tiers=[{}]), '["tiers"][0] = {}: "url" is missing'),
         (ours(tiers=[{"url": "/mnt/kv"}]), 'Fix: write "url": "file:///mnt/kv"'),
-        (ours(tiers=[{"url": "file://kv"}]), "three slashes are needed"),
+        (ours(tiers=[{"url": "file://kv"}]), "write three slashes"),
         (ours(tiers=[{"url": "redis://kv", "capacity": "1GiB"}]), "redis:// has no such setting"),
-        (ours(tiers=[{"url": "redis://kv", "password": "hunter2"}]), '"password_file" if that'),
-        (ours(tiers=[{"url": "redis://me:hunter2"}]), '"redis://***": the machine or its port'),
+        (ours(tiers=[{"url": "redis://kv", "password": "hunter2"}]), '"password_file" if you'),
+        (ours(tiers=[{"url": "redis://me:hunter2"}]), '"redis://***": the host or port'),
         ({**OURS, "kv_connector_extra_config": []}, "kv_connector_extra_config is []"),
         *[
             (
                 {**written, "kv_connector_module_path": path},
-                f'kv_connector_module_path = "{path}": no {name} is there. '
-                'Fix: write "kv_connector_module_path": "safe_offload.connector", or leave it out',
+                f'kv_connector_module_path = "{path}": it has no {name}. '
+                'Fix: write "kv_connector_module_path": "safe_offload.connector", or omit it',
             )
             for written, name, path in (
                 (OURS, "SafeCPUOffloadConnector", "safe_offload.conector"),
@@ -167,7 +167,7 @@ def test_each_connector_of_ours_under_multi_connector_is_shown(capsys):
         ],
         (
             {"kv_connector": "Offload", "kv_connector_module_path": "safe_offload.connector"},
-            'kv_connector = "Offload": there is no such connector',
+            'kv_connector = "Offload": unknown connector',
         ),
     ],
 )

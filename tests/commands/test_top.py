@@ -157,10 +157,10 @@ def test_one_frame_answers_the_four_questions(server, capsys):
     assert "hits, memory doubled 1.4 times 28.0 %" in text
     assert "times four" not in text, "it is not known"
     assert "evicted after a hit 8" in text
-    assert "age of what is evicted 30 s" in text
+    assert "age of evicted blocks 30 s" in text
     assert "host memory 2.00 GiB pageable" in text
     assert "bytes of loads 6.00 MiB" in text
-    assert "a load copies 2 ms" in text
+    assert "mean load time 2 ms" in text
 
 
 def test_tiers_have_rows_of_their_own(server, capsys):
@@ -175,7 +175,7 @@ def test_tiers_have_rows_of_their_own(server, capsys):
     text = shown(server, capsys)
     assert "tier 1 working holds 256.00 MiB of 1.00 GiB 25.0 % read 6.00 MiB" in text
     assert "blocks missed 4 0/s absent 4" in text
-    assert "tier 2 LEFT ALONE, not written: the log says why holds not known" in text
+    assert "tier 2 CIRCUIT OPEN, not written: see the log holds unknown" in text
     assert "written 10.00 MiB" in text
     assert "blocks not written 8 0/s full 8" in text
 
@@ -188,8 +188,8 @@ def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
         counts = {of_tenant("hit_tokens", "chat"): 500, of_tenant("evicted_blocks", "rest"): 4}
         server.metrics.observe(OffloadStats.of(counts, gauges, {}, None).data, engine)
     text = shown(server, capsys)
-    assert "chat 6.00 MiB, 4.00 MiB guaranteed hit tokens 1,000 0/s missed tokens 0 0/s" in text
-    assert "rest 0 bytes, 0 bytes guaranteed" in text
+    assert "chat 6.00 MiB, quota 4.00 MiB hit tokens 1,000 0/s missed tokens 0 0/s" in text
+    assert "rest 0 bytes, quota 0 bytes" in text
     assert "evicted blocks 8" in text
 
 
@@ -198,7 +198,7 @@ def test_what_a_server_or_bucket_holds_is_not_known(server, capsys):
     counts = {str(TIER_SERIES[0].written_bytes): 5 << 20, str(TIER_SERIES[0].read_bytes): 3 << 20}
     server.metrics.observe(OffloadStats.of(counts, {}, {}, None).data, 0)
     text = shown(server, capsys)
-    assert "tier 1 working holds not known read 3.00 MiB 0 bytes/s written 5.00 MiB" in text
+    assert "tier 1 working holds unknown read 3.00 MiB 0 bytes/s written 5.00 MiB" in text
     assert "holds 0 bytes" not in text
 
 
@@ -208,9 +208,9 @@ def test_what_engines_share_has_rows_and_counts_once(server, capsys):
     for engine in (0, 1):
         server.observe(counts, engine, own_slots=300, **of_pool)
     text = shown(server, capsys)
-    assert "engines that share it 3" in text
+    assert "engines sharing it 3" in text
     assert "slots of this server 600 of 1,000 60.0 %" in text
-    assert "blocks borrowed 14 0/s lost before that 4 0/s" in text
+    assert "blocks borrowed 14 0/s blocks lost 4 0/s" in text
     assert "slots in use 600 of 1,000 60.0 %" in text
     assert "host memory 1.00 GiB" in text
 
@@ -315,7 +315,7 @@ def test_what_is_no_address_is_refused(url):
     ("text", "status", "message"),
     [
         ("<html>hello</html>", 200, "does not answer with metrics"),
-        ("up 1\n", 200, "has no metrics of vLLM"),
+        ("up 1\n", 200, "has no vLLM metrics"),
         ("vllm:num_requests_running 0\n", 200, "a vLLM server without SafeCPUOffloadConnector"),
         (None, 404, "answers 404 Not Found. Fix: "),
         (None, None, "Connection refused. Fix: check host and port"),
@@ -612,14 +612,14 @@ def test_a_terminal_is_scrolled_to_the_end_and_may_change_its_size(server, tmp_p
 def test_doctor_says_what_a_running_server_would_hit_with_more_memory(server):
     server.observe({})
     (nothing,) = check_hits(server.url)
-    assert "nothing is estimated" in nothing.found
+    assert "the estimated hit rate is 0" in nothing.found
     rates = {"half": 0.1, "present": 0.2, "double": 0.28, "quadruple": 0.3, "everything": 0.31}
     server.observe({}, **{f"estimated_hits_{size}": rate for size, rate in rates.items()})
     (found,) = check_hits(server.url)
     assert (found.id, found.severity) == ("memory.hits", Severity.INFO)
     assert found.found == (
-        "of the blocks asked for, this host memory would hold 20%, "
-        "half of it 10%, twice 28%, four times 30%, memory for everything 31%"
+        "estimated block hit rate with this host memory 20%, "
+        "half of it 10%, twice 28%, four times 30%, unlimited memory 31%"
     )
     server.status = 404
     (problem,) = check_hits(server.url)

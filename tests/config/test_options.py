@@ -178,7 +178,7 @@ def test_a_size_that_cannot_be_meant_is_refused_with_the_fix(key, problem):
         message = refusal(key, written)
         assert f'"{key}"' in message
         assert problem in message
-        assert "Allowed: a whole number of bytes" in message
+        assert "Allowed: an integer number of bytes" in message
         assert "Fix: " in message
 
 
@@ -201,7 +201,7 @@ REFUSED = {
     **{
         key: (
             (0, -1, maximum + 1, 1.5, "", "4", "4GiB", True, None, NAN, [4]),
-            (f'"{key}"', f"Allowed: a whole number of 1 to {maximum}", "Fix: "),
+            (f'"{key}"', f"Allowed: an integer from 1 to {maximum}", "Fix: "),
         )
         for key, maximum in COUNTS.items()
     },
@@ -222,7 +222,7 @@ REFUSED = {
     ),
     "min_load_tokens": (
         (-1, 2**31, 0.5, "256", "Auto", "", True, None, [1], NAN, math.inf),
-        ('Allowed: "auto", or a whole number of 0 to 2147483647', "Fix: "),
+        ('Allowed: "auto", or an integer from 0 to 2147483647', "Fix: "),
     ),
     "verify": (
         (
@@ -294,7 +294,7 @@ DISK = {"kv_offload_backend": "disk"}
         ({"disk_path": "mnt/kv"}, "not absolute", 'write "disk_path": "/mnt/nvme/kv"'),
         (
             {**DISK, "disk_path": "/mnt/kv", "tiers": []},
-            '"tiers" is written too',
+            '"tiers" is also set',
             'move the directory into "tiers"',
         ),
         ({**DISK, "disk_path": "mnt/kv"}, "not absolute", 'write "disk_path": "/mnt/nvme/kv"'),

@@ -81,7 +81,7 @@ def test_what_cannot_be_used_is_refused_with_a_fix_and_without_a_salt(what):
 
 def test_shares_may_be_all_there_is_to_a_hundredth_of_a_percent():
     assert sum(of("0.01%", a={"share": "99.99%", "prefix": "a"}).shares) == 10_000
-    with pytest.raises(ConfigError, match=r"100\.01% together"):
+    with pytest.raises(ConfigError, match=r"100\.01%, more"):
         of("0.02%", a={"share": "99.99%", "prefix": "a"})
 
 
@@ -117,9 +117,9 @@ def test_a_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path):
 
 
 def test_a_label_that_is_there_twice_is_named():
-    with pytest.raises(ConfigError, match='"chat" is there twice, write it once'):
+    with pytest.raises(ConfigError, match='"chat" is duplicated'):
         parse(b'{"guaranteed": {"chat": {"share": "10%", "prefix": "a"}, "chat": {}}}')
-    with pytest.raises(ConfigError, match='"share" is there twice'):
+    with pytest.raises(ConfigError, match='"share" is duplicated'):
         parse(b'{"guaranteed": {"chat": {"share": "10%", "share": "20%", "prefix": "a"}}}')
 
 
@@ -148,7 +148,7 @@ def test_a_change_is_taken_over_and_what_is_bad_keeps_what_was(tmp_path, package
         file.close()
     told = [record.getMessage() for record in package_log]
     assert sum("Keeping the previous file" in line for line in told) == 2
-    assert "1 tenants are guaranteed 40% together" in told[-1]
+    assert "1 tenants with quotas of 40% in total" in told[-1]
     assert SALT not in "".join(told)
 
 

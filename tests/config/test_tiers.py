@@ -78,29 +78,29 @@ def test_urls_that_name_a_directory(url, path):
     [
         ("/mnt/kv", "this is not a url", '"file:///mnt/kv"'),
         ("mnt/kv", "this is not a url", ""),
-        ("file://mnt/kv", '"mnt" stands where a machine is named', '"file:///mnt/kv"'),
+        ("file://mnt/kv", '"mnt" takes the place of a host name', '"file:///mnt/kv"'),
         ("file://", "not absolute", ""),
         ("file://./kv", "not absolute", f'"file://{Path.cwd()}/kv"'),
         ("file://~/kv", "not absolute", f'"file://{Path.home()}/kv"'),
-        ("file:///", "the whole file system", ""),
-        ("file:///..", "the whole file system", ""),
+        ("file:///", "the root of a file system", ""),
+        ("file:///..", "the root of a file system", ""),
         ("file:///a?b", "%3F", ""),
-        ("file:///a%0Ab", "cannot be printed", ""),
-        ("redis://", "it names no machine", ""),
-        ("rediss:///0", "it names no machine", ""),
-        ("redis://kv:99999", "cannot be read", ""),
-        ("redis://kv/x", "is not the number of a database", ""),
-        ("redis://kv?db=1", "setting of the tier", ""),
-        ("redis://k v", "it names no machine", ""),
+        ("file:///a%0Ab", "unprintable", ""),
+        ("redis://", "it has no host name", ""),
+        ("rediss:///0", "it has no host name", ""),
+        ("redis://kv:99999", "is invalid", ""),
+        ("redis://kv/x", "is not a database number", ""),
+        ("redis://kv?db=1", "settings of the tier", ""),
+        ("redis://k v", "it has no host name", ""),
         ("redis://:hunter2@k v", '"redis://***"', ""),
         ("unix://run/x", "three slashes", ""),
         ("unix:///run/x?x=1", "may follow the path", ""),
         ("unix://:pa/hunter2@/run/x", "as %2F", ""),
-        ("s3://", "it names no bucket", ""),
-        ("s3://key:hunter2@bucket", "credentials do not belong here", ""),
+        ("s3://", "it has no bucket name", ""),
+        ("s3://key:hunter2@bucket", "credentials are not allowed here", ""),
         ("s3://bucket/a b", "letters, digits", ""),
         ("gs://bucket/../x", "letters, digits", ""),
-        ("ftp://kv", 'the scheme "ftp" is unknown', "or leave this tier out"),
+        ("ftp://kv", 'the scheme "ftp" is unknown', "or remove this tier"),
         ("reids://kv", 'the scheme "reids" is unknown', EXAMPLES["redis"]),
         ("valkye://kv", "valkey://", EXAMPLES["redis"]),
         (7, "this is not a string", ""),
@@ -152,8 +152,8 @@ def test_urls_that_name_servers_and_buckets(url, location, label):
         ({"url": "redis://kv", "capacity": "1TiB"}, "maxmemory"),
         ({"url": "s3://b", "capacity": "1TiB"}, "a lifecycle rule of the bucket"),
         ({"url": URL, "ttl": "7d"}, "Allowed: it beside redis://, rediss://, unix://. Fix: remove"),
-        ({"url": URL, "connections": 4}, '"threads" says'),
-        ({"url": "redis://kv", "threads": 4}, '"connections" says'),
+        ({"url": URL, "connections": 4}, 'use "threads"'),
+        ({"url": "redis://kv", "threads": 4}, 'use "connections"'),
         ({"url": "redis://kv", "ca_file": "/ca.pem"}, "write rediss:// for TLS"),
         ({"url": "rediss://kv", "cert_file": "/c.pem"}, 'Fix: add "key_file"'),
         ({"url": "rediss://kv", "key_file": "/c.pem"}, 'Fix: add "cert_file"'),
@@ -169,10 +169,10 @@ def test_urls_that_name_servers_and_buckets(url, location, label):
         ({"url": URL, "endpoint": "http://m"}, "it beside s3://, gs://, az://"),
         ({"url": URL, "hmac_key_file": ""}, "the path is not absolute"),
         ({"url": URL, "keep": 1}, 'write "keep": true'),
-        ({}, '["tiers"][0] = {}: it has no "url"'),
+        ({}, '["tiers"][0] = {}: "url" is missing'),
         ("file:///mnt/kv", '["tiers"][0] = ***: this is not a mapping'),
         ({"url": URL, "tti": 3}, '["tiers"][0]["tti"] = ***: this is not a setting of a tier'),
-        ({"url": URL, "wait": 3}, 'Fix: write "wait_s" if that is meant'),
+        ({"url": URL, "wait": 3}, 'Fix: write "wait_s" if you mean that'),
         ({"url": URL, 7: 3}, '["tiers"][0][7] = ***: this is not a setting of a tier'),
         ({"url": URL, "wait_s": 0}, '["tiers"][0]["wait_s"] = 0: it is not more than 0'),
         ({"url": URL, "timeout_s": "5"}, '["tiers"][0]["timeout_s"] = "5"'),
@@ -180,7 +180,7 @@ def test_urls_that_name_servers_and_buckets(url, location, label):
         ({"url": URL, "store": "all"}, 'Allowed: "computed", "evicted", "hit"'),
         ({"url": URL, "threads": 0}, '["tiers"][0]["threads"] = 0: it is too small'),
         ({"url": URL, "namespace": 3}, '["tiers"][0]["namespace"] = 3'),
-        ({"url": URL, "model_version": "a\n"}, "cannot be printed"),
+        ({"url": URL, "model_version": "a\n"}, "unprintable"),
     ],
 )
 def test_what_a_tier_cannot_mean_is_refused_where_it_stands(written, message):
@@ -201,9 +201,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_before_anyone_waits_for_it(tmp
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         message = refusal([{"url": "rediss://kv", key: str(path)}])
-        assert (
-            "what is there is not a regular file. Allowed: the absolute path of a file" in message
-        )
+        assert "it is not a regular file. Allowed: the absolute path of a file" in message
 
 
 # ---- several tiers -------------------------------------------------------------------------------
@@ -230,8 +228,8 @@ def test_a_place_is_one_tier_whoever_logs_in():
 def test_tiers_of_different_kinds_are_refused(key, first, second, common):
     default = {"store": "computed", "model_version": ""}[key]
     problem = (
-        f'["{key}"] = "{second or default}": the first tier has "{first or default}", and what is '
-        "written goes to all tiers. Allowed: all tiers with it, or all without. "
+        f'["{key}"] = "{second or default}": the first tier has "{first or default}", and all '
+        "tiers get the same writes. Allowed: all tiers with it, or all without. "
         f'Fix: write "{key}": "{common}" into each tier, or into none.'
     )
     one, other = ({} if value is None else {key: value} for value in (first, second))
@@ -247,8 +245,8 @@ def test_tiers_with_and_without_a_key_are_refused(first, second):
     written = [keyed, {"url": "file:///a"}][:: 1 if first == "one" else -1]
     assert refusal(written) == (
         f'kv_connector_extra_config["tiers"][1]["hmac_key_file"] = {second}: the first tier '
-        f"has {first}: whoever can write to a tier without a key could have his blocks, and all "
-        "that is computed after them, sealed with yours. Allowed: all tiers with it, or all "
+        f"has {first}: anyone who can write to the tier without a key could get forged blocks, and "
+        "everything computed from them, sealed with yours. Allowed: all tiers with it, or all "
         "without. Fix: write "
         '"hmac_key_file" into each tier, directories too (one file does for all), or into none.'
     )

@@ -136,9 +136,9 @@ def test_a_setting_beside_the_name_is_refused_with_the_whole_line():
     )
     with pytest.raises(ConfigError) as caught:
         complete(written)
-    assert '"cpu_bytes_to_use" = "64GiB" stands beside' in str(caught.value)
+    assert '"cpu_bytes_to_use" = "64GiB" is beside' in str(caught.value)
     assert fix in str(caught.value)
-    with pytest.raises(ConfigError, match="stands beside"):
+    with pytest.raises(ConfigError, match="is beside"):
         settled(**multi(written))
 
 

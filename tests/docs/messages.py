@@ -16,8 +16,8 @@ EXAMPLE = re.compile(
     r"""[a-z0-9]+://[\w./]+(:\d+)?                             # a url
     | \b\d[\d.]*([ ][KMGT]iB|[ ]blocks[ ]\(…\)|\b) | \[(?:[\d,\ ]+|"[^"]*")\]     # numbers, a key
     | (?<=")[\w.…:/]+(?:",\ "\w+)*(?=")                        # what stands in quotes
-    | \b(?:[Ll]oad|[Ss]tore|batch|probe|fetch|spill|ask|read|write|corrupt|copy_failed)\b
-    | \bwas\ (?:made|there)\b | \b[A-Z]{3,}\b | VLLM_USE_\w+ | SafeCPUOffloadConnector""",
+    | \b(?:[Ll]oad|[Ss]tore|batch|probe|fetch|spill|read|write|corrupt|copy_failed)\b
+    | \bwas\ (?:created|found)\b | \b[A-Z]{3,}\b | VLLM_USE_\w+ | SafeCPUOffloadConnector""",
     re.VERBOSE,
 )
 """Values that pages fill in, so that a line is known again."""

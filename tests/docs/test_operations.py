@@ -1,4 +1,4 @@
-"""docs/reference/log-lines.md knows everything that the package says."""
+"""docs/reference/log-lines.md knows everything that the package says without a fix."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ PLACEHOLDER = re.compile(r"%[-+ #0-9.]*[a-z]")
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Where something is logged or refused, and the words that it begins with."""
+    """Where something is logged or refused without a fix, and the words that it begins with."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = str(path.relative_to(PACKAGE))
         if name.startswith(NOT_IN_SERVICE):
@@ -37,7 +37,8 @@ def messages() -> Iterator[tuple[str, str]]:
                 message = node.args[0]
                 if isinstance(message, ast.Name):  # it stands at the top of the file
                     message = texts[message.id]
-                yield f"{name}:{node.lineno}", _leading_words(message)
+                if "Fix: " not in ast.unparse(message):
+                    yield f"{name}:{node.lineno}", _leading_words(message)
 
 
 def _is_message(function: ast.expr) -> bool:
@@ -65,8 +66,8 @@ def test_messages_are_found():
     assert len(MESSAGES) >= 25
     words = {text for _, text in MESSAGES}
     assert "Prefix caching is off," in words, "a plain one"
-    assert "failed in SafeCPUOffloadConnector and" in words, "one that begins with a value"
-    assert "gives each rank" in words, "one that is put together"
+    assert "failed in SafeCPUOffloadConnector; the" in words, "one that begins with a value"
+    assert "unsupported KV cache layout" in words, "one that is put together"
 
 
 @pytest.mark.parametrize(("where", "words"), MESSAGES)
@@ -86,7 +87,7 @@ QUOTED = quoted()
 
 
 def test_quoted_messages_are_found():
-    assert len(QUOTED) >= 120
+    assert len(QUOTED) >= 90
     assert "A tier still uses the host memory of this worker, which is not freed." in QUOTED
     assert "Transfer 17 could not be queued" in QUOTED
 
@@ -101,7 +102,7 @@ def test_the_package_says_what_is_explained(message):
     [
         "looking into a Valkey or Redis server needs redis-py (…)",
         'there is no tier for "…". Fix: write a "file:///" url.',
-        "Transfer 17 (load by batch, 4096 bytes) was begun and has not ended within 30 s.",
+        "Transfer 17 (load by batch, 4096 bytes) is still running since 30 s.",
         "A tier still uses the memory of this worker, which is not freed.",
     ],
 )

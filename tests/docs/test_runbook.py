@@ -158,7 +158,7 @@ def test_a_refused_login_and_a_shared_pool_are_there():
     assert any("password_file" in row["what to do"] for row in login)
     shared = rows(SECTIONS["a-shared-pool"])
     said = {line for row in shared for line in code(row["log line"])}
-    for word in ("left that the pool needs", "as the first engine was configured", "is not shared"):
+    for word in ("and the pool needs", "set by its first engine", "is not shared"):
         assert any(word in line for line in said)
     for row in shared:
         assert row["what to do"]

@@ -28,7 +28,7 @@ from tests.worker.waiting import wait_until
 
 ABC = ("A", "B", "C")
 HASHES = "sha256_cbor"
-MADE = re.compile(r"The shared host cache (\S+) was (made|there)")
+MADE = re.compile(r"The shared host cache (\S+) was (created|found)")
 
 
 class Pools:
@@ -38,7 +38,7 @@ class Pools:
         self.paths: set[Path] = set()
 
     def of(self, log: str) -> list[str]:
-        """Note the pools in a log; return whether each was made, or there."""
+        """Note the pools in a log; return whether each was created or found."""
         found = MADE.findall(log)
         self.paths.update(Path(path) for path, _ in found)
         return [how for _, how in found]
@@ -70,9 +70,9 @@ def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
     """With checksums, which lie beside the slots."""
     one = job(model(kind), verify="load")
     (first,) = run(tmp_path / "first", one)
-    assert set(pools.of(first.log)) == {"made"}
+    assert set(pools.of(first.log)) == {"created"}
     (second,) = run(tmp_path / "second", one)
-    assert set(pools.of(second.log)) == {"there"}
+    assert set(pools.of(second.log)) == {"found"}
     check_found_again(first, second, num_hit_tokens(2000))
     (path,) = pools.paths
     (pool,) = (pool for pool in find_pools() if pool.path == path)
@@ -97,7 +97,7 @@ def test_two_ranks_find_what_the_last_two_stored(kind, model, tmp_path, pools):
     )
     first, second = (run(tmp_path / name, one)[0] for name in ("first", "second"))
     pools.of(first.log)
-    assert set(pools.of(second.log)) == {"there"}
+    assert set(pools.of(second.log)) == {"found"}
     (path,) = pools.paths
     ranks = sorted(found.name for found in path.glob("rank*"))
     assert ranks == (["rank0"] if mla else ["rank0", "rank1"])
@@ -149,7 +149,7 @@ def test_two_servers_share_what_either_has_computed_and_one_is_killed(serve, poo
     for server in (one, other):
         server.wait_until_healthy()
     logs = [pools.of(server.log()) for server in (one, other)]
-    assert sorted(logs) == [["made"], ["there"]]
+    assert sorted(logs) == [["created"], ["found"]]
     (path,) = pools.paths
     answers = {name: one.ask(prompt) for name, prompt in prompts.items()}
     one.settle()
@@ -175,7 +175,7 @@ def test_data_parallel_engines_share_what_either_has_computed(serve, pools):
     prompt = make_prompts(641)["A"]
     server = serve("server", "--data-parallel-size", "2")
     server.wait_until_healthy()
-    assert sorted(pools.of(server.log())) == ["made", "there"]
+    assert sorted(pools.of(server.log())) == ["created", "found"]
 
     def ask(engine: int) -> list[int]:
         request = urllib.request.Request(

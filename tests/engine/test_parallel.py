@@ -67,7 +67,7 @@ def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(paralle
     assert info["huge_pages"] in ("asked for", "refused")
     assert info["copies_by"].split(", ")[-1] == "each"
     assert first.log.count("Host memory is ready: ") == 1
-    assert "on each of 2 ranks. It is pageable" in first.log
+    assert "slots per rank (2). It is pageable" in first.log
     assert first.data["left_processes"] == []
     num_blocks = 3 * num_hit // 32
     assert objects_of_ranks == [num_blocks] * 2

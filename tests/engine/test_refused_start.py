@@ -37,6 +37,6 @@ def test_what_only_the_engine_can_know_is_repeated_at_the_end(model, tmp_path):
     """Half of a block: how large a block is, the worker knows when it has the model."""
     lines = ending(model("llama"), tmp_path, "4KiB")
     assert lines[-1].startswith(
-        'SafeCPUOffloadConnector ended the start: "cpu_bytes_to_use" gives each rank 4.00 KiB'
+        'SafeCPUOffloadConnector aborted the start: "cpu_bytes_to_use" gives each rank 4.00 KiB'
     ), lines[-5:]
     assert lines[-2].startswith("RuntimeError: Engine core initialization failed"), lines[-2]

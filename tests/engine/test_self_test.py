@@ -30,5 +30,5 @@ def test_where_every_copy_is_wrong_requests_are_served_and_nothing_is_stored(mod
     assert metrics["vllm:safe_offload_stored_blocks_total"] == 0
     assert metrics["vllm:safe_offload_hit_tokens_total"] == 0
     assert metrics["vllm:safe_offload_contained_errors_total"] == 0
-    assert "No way to copy KV cache passed the self-test" in log
-    assert "Rank 0 cannot copy any more: no way to copy passed its self-test." in log
+    assert "No copy path passed the self-test" in log
+    assert "Rank 0 can no longer copy: no copy path passed the self-test." in log

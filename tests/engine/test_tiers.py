@@ -108,7 +108,7 @@ def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(model, tmp_path):
     for number, name in enumerate(ABC):
         again = report.answers[3 + number :: 3]
         assert any(answer.num_host > 0 for answer in again), (name, again)
-    if not report.count("tier_waits_cut") and not report.count("unpaid_fetch_tokens"):
+    if not report.count("tier_waits_cut") and not report.count("skipped_fetch_tokens"):
         assert all(answer.num_host > 0 for answer in report.answers[3:]), report.answers
 
 

@@ -52,7 +52,7 @@ def test_an_engine_that_is_kept_from_its_slots_computes_and_says_so(rig, package
     held.close()
     assert rig.run_alone("again", prompt) > 0
     assert rig.counts[Count.POOL_STALLS] == 1
-    assert len(said(package_log, "keeps this engine from its slots")) == 1
+    assert len(said(package_log, "blocks this engine's access")) == 1
     assert len(said(package_log, "can be used again")) == 1
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_table_is_said_once_and_each_entry_counted(rig, logged):
         rig.drain()
         rig.check_tokens(f"r{number}", 6)
     assert rig.counts[Count.DAMAGED_ENTRIES] == 2
-    (line,) = said(logged, "is damaged: an entry cannot be")
+    (line,) = said(logged, "is damaged: an entry is impossible")
     assert f"shared host cache {table_path().parent}" in line
     assert "`safe-offload cache rm node pool`" in line
 
@@ -81,7 +81,7 @@ def test_an_engine_whose_place_another_has_leaves_the_pool_and_says_why(rig, log
     assert other.engine == engine
     other.nap()
     assert rig.run_alone("beside", prompt) == 0
-    (line,) = said(logged, "cannot copy any more")
-    assert "its table was damaged, and another engine has this one's place in it" in line
+    (line,) = said(logged, "can no longer copy")
+    assert "its table was damaged, and another engine has taken this one's place" in line
     assert rig.planner.gauges()["is_disabled"] == 1
     other.close()

@@ -72,7 +72,7 @@ def test_who_makes_a_pool_holds_up_nobody_who_wants_another(folder):
     with stopped(make_and_stop, "pool"):
         open_rank(wanted(SLOTS, name="another")).locks.close()
         assert remove_pool(user_folder() / "old") == ""
-        assert "being made" in remove_pool(user_folder() / "pool")
+        assert "being created" in remove_pool(user_folder() / "pool")
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -81,7 +81,7 @@ def test_who_waits_for_a_pool_that_is_being_made_gives_up_or_goes_on(
 ):
     with stopped(make_and_stop, "pool") as process:
         monkeypatch.setattr(pools, "MAKING_TIMEOUT_S", 0.1)
-        with pytest.raises(StalledError, match="has not gone on for"):
+        with pytest.raises(StalledError, match="made no progress for"):
             open_rank(wanted(SLOTS))
         os.kill(process.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
         process.join()
@@ -100,9 +100,9 @@ def test_memory_that_is_being_taken_is_waited_for_as_long_as_it_grows(folder, pa
             one.close()
         return found
 
-    wait_for(other, 7, "the one that makes it", 0.0, size)
+    wait_for(other, 7, "creating it", 0.0, size)
     assert [line.getMessage() for line in package_log if "Waiting for" in line.getMessage()] == [
-        "Waiting for another process: the one that makes it. It may have been stopped."
+        "Waiting for another process: creating it. It may have been stopped."
     ]
     other.close()
 

@@ -353,7 +353,7 @@ def test_what_is_not_known_is_counted_and_no_error(make_rig, hint):
 
 SECRET = "what the client asked in confidence"
 OTHERS = [
-    (envelope("kv.fetch", version=SECRET), "protocol_version is missing or another"),
+    (envelope("kv.fetch", version=SECRET), "protocol_version is missing or unsupported"),
     ({"protocol_version": "0.1", "actions": SECRET}, "actions is of type str"),
     (envelope(SECRET, SECRET), "action_type is another."),
     (envelope("kv.retain", ttl_s=SECRET), "ttl_s of kv.retain is of type str, or out of range"),
@@ -369,9 +369,9 @@ def test_a_line_says_what_is_wrong_with_a_hint_without_a_word_of_it(
     rig = make(make_rig, extra=HINTED)
     for number in range(10):
         ask(rig, f"{number}", rig.prompt(9, number), {"kv_hints": hint})
-    lines = [line for record in logged if "Hints of" in (line := record.getMessage())]
-    assert [line.split()[2] for line in lines] == ["1", "10"]
-    assert all(f"of the last one {problem}" in line for line in lines)
+    lines = [line for record in logged if "Invalid hints in" in (line := record.getMessage())]
+    assert [line.split()[3] for line in lines] == ["1", "10"]
+    assert all(f"in the last one, {problem}" in line for line in lines)
     assert not [record for record in logged if SECRET in record.getMessage()]
 
 
@@ -379,7 +379,7 @@ def test_hints_that_are_known_say_nothing(make_rig, logged):
     rig = make(make_rig, extra=HINTED)
     known = envelope("kv.fetch", "kv.retain", "kv.demote", ttl_s=60)
     ask(rig, "a", rig.prompt(9, 1), {"kv_hints": known})
-    assert not [record for record in logged if "Hints of" in record.getMessage()]
+    assert not [record for record in logged if "Invalid hints in" in record.getMessage()]
 
 
 def test_hints_in_the_field_of_vllm_are_read_too(make_rig):

@@ -85,7 +85,7 @@ def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_count
     told = caplog.text + repr((rig.planner, rig.planner.stores, rig.planner.slots, rig.counts))
     logging.getLogger("vllm").removeHandler(caplog.handler)
     assert SALT not in told
-    assert "the shares are 120% together" in told
+    assert "the shares add up to 120%" in told
 
 
 def test_a_bad_file_ends_the_start_with_its_fix(make_rig: MakeRig, tmp_path: Any):

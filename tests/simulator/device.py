@@ -247,7 +247,7 @@ class Device:
             return False
         self.running.remove(copy)
         copy.has_ended = True
-        copy.ended.set_exception(TransferError(FailureReason.CANCELLED, "it was taken back"))
+        copy.ended.set_exception(TransferError(FailureReason.CANCELLED, "it was withdrawn"))
         return True
 
     def tick(self) -> None:

@@ -45,17 +45,17 @@ def test_another_role_is_said_to_have_no_effect(logged, role):
         ({"num_cpu_blocks": 7}, None),
         (
             {"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 7},
-            '"num_cpu_blocks" counts, "cpu_bytes_to_use" has no effect',
+            '"num_cpu_blocks" takes precedence, "cpu_bytes_to_use" has no effect',
         ),
         (
             {"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use_per_rank": "1GiB"},
-            '"cpu_bytes_to_use_per_rank" counts, "cpu_bytes_to_use" has no effect',
+            '"cpu_bytes_to_use_per_rank" takes precedence, "cpu_bytes_to_use" has no effect',
         ),
         # Both say the same, as SimpleCPUOffloadConnector compares them; there are four ranks.
         ({"cpu_bytes_to_use": "4GiB", "cpu_bytes_to_use_per_rank": "1GiB"}, None),
         (
             {"cpu_bytes_to_use": 9999999, "cpu_bytes_to_use_per_rank": 99999, "num_cpu_blocks": 7},
-            '"num_cpu_blocks" counts, "cpu_bytes_to_use_per_rank" and "cpu_bytes_to_use" have no',
+            '"num_cpu_blocks" takes precedence, "cpu_bytes_to_use_per_rank" and "cpu_bytes_to_use"',
         ),
     ],
 )
@@ -176,12 +176,12 @@ def test_variables_of_lmcache_are_named_once(logged, monkeypatch):
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
     advise(100)
     (line,) = [message for message in said(logged) if "LMCACHE_" in message]
-    assert "no effect here: LMCACHE_CHUNK_SIZE, LMCACHE_MAX_LOCAL_CPU_SIZE. Write" in line
+    assert "no effect here: LMCACHE_CHUNK_SIZE, LMCACHE_MAX_LOCAL_CPU_SIZE. Set" in line
 
 
 def test_settings_of_other_connectors_are_named_once_with_the_reason(logged):
     advise(100, block_size=64, spec_name="CPUOffloadingSpec", cpu_bytes_to_use="1GiB")
     (line,) = [message for message in said(logged) if "other connectors" in message]
-    assert '"block_size" (blocks are kept one by one' in line
+    assert '"block_size" (a slot is one block' in line
     assert '"spec_name" (' in line
     assert "cpu_bytes_to_use" not in line

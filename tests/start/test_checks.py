@@ -42,7 +42,7 @@ def test_the_flag_that_would_replace_us_is_our_size(make, extra, caplog):
     taken = (config if make is dict else vars(config))["kv_connector_extra_config"]
     assert taken == {**(extra or {}), "cpu_bytes_to_use": 5 << 29}
     assert arguments.kv_offloading_size is None
-    assert caplog.messages == ['--kv-offloading-size 2.5 is taken as "cpu_bytes_to_use": "2.5GiB".']
+    assert caplog.messages == ['--kv-offloading-size 2.5 is used as "cpu_bytes_to_use": "2.5GiB".']
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_file_where_a_tier_wants_a_directory_is_refused(key, tmp_path, listeni
     prepare = functools.partial(engine_start.prepare_start, config)
     prepare()  # it may be made later
     path.write_bytes(bytes(4096))
-    with pytest.raises(ConfigError, match=r'The tier ".*slots.bin" is no directory'):
+    with pytest.raises(ConfigError, match=r'The tier ".*slots.bin" is not a directory'):
         prepare()
     config.parallel_config.distributed_executor_backend = "ray"
     prepare()  # the workers may be elsewhere
@@ -178,7 +178,7 @@ def test_it_is_said_where_vllm_drops_our_metrics(arguments, rust, cause, caplog,
         )
         assert len(caplog.messages) == (is_lost and cause is not None)
         for message in caplog.messages:
-            assert message.startswith(f"With {cause}, vLLM's /metrics has no row vllm:safe_offload")
+            assert message.startswith(f"With {cause}, vLLM's /metrics lacks vllm:safe_offload")
             assert 'Fix: write "metrics_port": 9400' in message
     for nothing in (None, SimpleNamespace(**OTHER)):
         engine_start.tell_of_lost_metrics(SimpleNamespace(**arguments, kv_transfer_config=nothing))

@@ -33,7 +33,7 @@ import os, subprocess, sys
 from safe_offload.start import last_words
 refuse = [sys.executable, "-c", {REFUSE!r}]
 """
-LINE = "SafeCPUOffloadConnector ended the start: the pool is too small."
+LINE = "SafeCPUOffloadConnector aborted the start: the pool is too small."
 
 
 def run(script: str, **environment: str) -> list[str]:

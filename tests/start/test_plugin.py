@@ -443,7 +443,7 @@ def test_a_vllm_that_does_not_fit_is_logged_with_the_fix_and_not_raised(monkeypa
     # One record, which reaches caplog once or twice: vLLM may have changed its loggers before.
     records = {id(record): record for record in caplog.records}
     assert [record.levelname for record in records.values()] == ["ERROR"]
-    assert "could not make SafeCPUOffloadConnector known" in caplog.text
+    assert "could not register SafeCPUOffloadConnector" in caplog.text
     assert "Fix: install a version" in caplog.text
 
 

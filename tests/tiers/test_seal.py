@@ -268,10 +268,10 @@ def test_without_a_file_there_is_no_key():
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "has 0 bytes; expected 32"),
-        (b"\n", "has 0 bytes; expected 32"),
-        (KEY[:31].hex().encode(), "has 31 bytes; expected 32"),
-        (b"correct horse battery staple", "has 28 bytes; expected 32"),
+        (b"", "has 0 bytes; expected at least 32"),
+        (b"\n", "has 0 bytes; expected at least 32"),
+        (KEY[:31].hex().encode(), "has 31 bytes; expected at least 32"),
+        (b"correct horse battery staple", "has 28 bytes; expected at least 32"),
         (bytes(32).hex().encode(), "is not random: it has 1 different bytes"),
         (b"x" * 40, "is not random: it has 1 different bytes"),
         (random.Random(0).randbytes(5000), "is longer than 4096 bytes"),

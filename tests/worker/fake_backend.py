@@ -59,7 +59,7 @@ class FakeCompletion:
         except asyncio.CancelledError:
             if not self.future.cancelled():
                 raise
-            raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
+            raise TransferError(FailureReason.CANCELLED, "it was withdrawn") from None
 
     def cancel(self) -> bool:
         return self.future.cancel()

@@ -123,7 +123,7 @@ def test_a_way_that_corrupts_one_word_in_one_direction_is_left_out_and_no_other(
     bench = make(gpu)
     assert bench.test.run()
     assert bench.backend.paths == tuple(other for other in CopyPath if other is not path)
-    assert f'Copies by "{path.value}" are not used' in caplog.text
+    assert f'Copy path "{path.value}" failed the self-test' in caplog.text
     assert f"COPY_FAILED: {direction.value}: " in caplog.text
 
 
@@ -131,7 +131,7 @@ def test_with_all_ways_corrupt_there_is_none(make, gpu, caplog):
     gpu.corrupted = {(call, True) for call in CALLS.values()}
     bench = make(gpu)
     assert not bench.test.run()
-    assert "No way to copy KV cache passed the self-test" in caplog.text
+    assert "No copy path passed the self-test" in caplog.text
 
 
 def test_a_call_that_is_refused_leaves_its_way_out(make, gpu):
@@ -215,8 +215,8 @@ def test_nothing_is_used_beside_a_copy_that_has_not_ended(make, gpu, caplog, mon
     monkeypatch.setattr(bench.backend, "use", use_and_hang)
     assert not bench.test.run(timeout_s=PATIENCE_S)
     released.set()
-    assert 'Copies by "batch" are not used: the self-test failed. TIMED_OUT' in caplog.text
-    assert caplog.text.count("are not used") == 1, "the third was not tried"
+    assert 'Copy path "batch" failed the self-test and is not used. TIMED_OUT' in caplog.text
+    assert caplog.text.count("failed the self-test") == 1, "the third was not tried"
 
 
 def test_nothing_is_used_beside_a_timed_copy_that_has_not_ended(make, gpu, caplog, monkeypatch):
@@ -246,7 +246,7 @@ def test_nothing_is_used_beside_a_timed_copy_that_has_not_ended(make, gpu, caplo
     with caplog.at_level("INFO"):
         assert not bench.test.run(timeout_s=PATIENCE_S)
     released.set()
-    assert "are chosen without being timed: TIMED_OUT: the copy did not end" in caplog.text
+    assert "are chosen without timing: TIMED_OUT: the copy did not end" in caplog.text
 
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 1), (2, 2), (3, 40), (40, 3)])
@@ -262,7 +262,7 @@ def test_pools_of_a_few_blocks_are_tested_too(make, gpu, num_blocks, num_slots):
 def test_checksums_of_host_memory_agree_with_the_test(make, gpu, caplog):
     for device in (None, gpu):
         assert make(device, verify_every=1).test.run()
-    assert "are not used" not in caplog.text
+    assert "failed the self-test" not in caplog.text
     assert "has changed" not in caplog.text
 
 
@@ -285,7 +285,7 @@ def test_the_compiled_loop_is_left_for_the_interpreted_one_if_it_is_wrong(
     bench = make()
     assert bench.test.run()
     assert bench.backend.paths == (CopyPath.EACH,)
-    assert 'Copies by "batch" are not used' in caplog.text
+    assert 'Copy path "batch" failed the self-test' in caplog.text
 
 
 # ---- which way is faster here ------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_ways_that_were_timed_beside_others_are_timed_again_when_nothing_runs(
     with caplog.at_level("INFO"):
         bench.test.time_again()
     assert path_of(bench, Direction.LOAD, MANY) is CopyPath.BATCH
-    assert "timed again while nothing ran" in caplog.text
+    assert "again while idle" in caplog.text
     is_disturbed = True
     bench.test.time_again()
     assert path_of(bench, Direction.LOAD, MANY) is CopyPath.BATCH, "the shortest time counts"
@@ -392,7 +392,7 @@ def test_nothing_is_timed_where_there_is_no_choice(make, gpu, caplog):
         bench = make(device, path=path)
         with caplog.at_level("INFO"):
             assert bench.test.run()
-    assert "were timed" not in caplog.text
+    assert "Measured copies" not in caplog.text
 
 
 @pytest.mark.parametrize("trouble", ["no time", "one block", "refused"])
@@ -418,7 +418,7 @@ def test_without_all_times_the_figures_of_another_machine_count(
     with caplog.at_level("INFO"):
         assert bench.test.run()
     gpu.refused.clear()
-    assert "were timed" not in caplog.text
+    assert "Measured copies" not in caplog.text
     assert bench.backend.paths == tuple(CopyPath)
     gpu.compute.synchronize()
     assert torch.equal(bench.storage, before)

@@ -107,4 +107,4 @@ def test_with_another_kv_cache_every_transfer_fails_and_that_is_said(worker, pac
     assert worker.settle()[2] is FailureReason.NOT_RUNNING
     errors = [record for record in package_log if record.levelno >= logging.ERROR]
     assert len(errors) == 1
-    assert errors[0].getMessage().startswith("vLLM has registered another KV cache")
+    assert errors[0].getMessage().startswith("vLLM registered another KV cache")

@@ -387,7 +387,7 @@ def test_slots_that_are_not_there_are_refused(make_rig, slot_ids, caplog):
     assert rig.fetch(1, slot_ids, A, B) is FailureReason.BAD_PLAN
     assert rig.spill(2, slot_ids, A, B) is FailureReason.BAD_PLAN
     assert rig.tier.calls == []
-    assert "slots that are not there" in caplog.text
+    assert "slots that do not exist" in caplog.text
 
 
 def test_what_was_fetched_has_its_checksum_noted_before_it_is_reported(make_rig):
@@ -426,7 +426,7 @@ def test_a_slot_whose_bytes_have_changed_is_not_spilled(make_rig, caplog):
     assert rig.spill(1, [3, 4, 5], A, B, C) == (1,)
     assert rig.tier.objects.keys() == {name(A), name(C)}
     assert rig.spill(2, [4, 6], A, B) == (0, 1)
-    assert "are not spilled" in caplog.text
+    assert "are not written to tiers" in caplog.text
 
 
 # ---- several tiers -------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_a_far_probe_that_is_not_needed_is_given_up_and_tells_nothing(make_rig, 
     rig.loop.pass_time(2 * TIMEOUT_S)
     near.holds, far.holds = set(), set()
     assert rig.probe(100, B) == bytes([2])
-    assert "Circuit open" not in caplog.text
+    assert "Circuit breaker open" not in caplog.text
 
 
 def test_a_trial_that_is_not_needed_is_followed_by_another(make_rig):
@@ -496,9 +496,9 @@ def test_a_near_tier_that_hangs_hides_nothing_and_is_left_alone_in_time(make_rig
         assert rig.probe(number, A, B) is None
         rig.loop.pass_time(HEAD_START_S)
         assert rig.presence(number) == bytes([2, 2])
-    assert "Circuit open" not in caplog.text
+    assert "Circuit breaker open" not in caplog.text
     rig.loop.pass_time(TIMEOUT_S)
-    assert "Circuit open" in caplog.text
+    assert "Circuit breaker open" in caplog.text
     assert rig.probe(10, A, B) == bytes([2, 2]), "at once"
 
 
@@ -524,7 +524,7 @@ def test_a_far_tier_that_is_not_waited_for_is_judged_all_the_same(make_rig, capl
         rig.loop.pass_time(CONFIG.wait_s / WAIT_SHARE)
         assert rig.presence(number) == bytes([1, 0])
     rig.loop.pass_time(TIMEOUT_S)
-    assert "Circuit open" in caplog.text
+    assert "Circuit breaker open" in caplog.text
     assert rig.probe(10, A, B) == bytes([1, 0]), "at once"
 
 
@@ -711,7 +711,7 @@ def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog)
         assert getattr(rig, kind)(2, [0], A) == ()
     assert not rig.guarded_tiers[0].is_out
     assert not rig.guarded_tiers[0].is_out_for_writing
-    assert caplog.text.count("Circuit open") == 1
+    assert caplog.text.count("Circuit breaker open") == 1
     assert caplog.text.count("works again") == 1
 
 
@@ -818,7 +818,7 @@ def test_time_outs_are_failures(make_rig, kind, ignores_cancel, caplog):
         slots = [] if kind == "probe" else [[number]]
         getattr(rig, kind)(number, *slots, A)
         rig.loop.pass_time(TIMEOUT_S)
-        assert "Circuit open" not in caplog.text or number == FAILURES_MAX - 1
+        assert "Circuit breaker open" not in caplog.text or number == FAILURES_MAX - 1
         rig.loop.pass_time(GRACE_S)
     assert f"Tier hand ({kind}) has failed {FAILURES_MAX} times in a row" in caplog.text
 

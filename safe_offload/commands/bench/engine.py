@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(BenchOptions, name[2:].replace("-", "_"), None)
         parser.add_argument(name, help=what, **{"default": default, **how})
 
-    add("--model", "as vLLM takes it; it has to fit on a GPU twice")
+    add("--model", "vLLM's MODEL; it must fit on the GPU twice")
     add("--prompt-tokens", "of a prompt (%(default)s, or what fits the model)", type=int)
     add("--answer-tokens", "tokens compared per answer (%(default)s)", type=int)
     add("--rounds", "rounds per engine, after a warm-up (%(default)s)", type=int)
@@ -114,7 +114,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def read_options(arguments: argparse.Namespace) -> BenchOptions:
     if not arguments.model:
-        raise ConfigError("--model: expected a folder or a name that vLLM knows")
+        raise ConfigError("--model: expected a folder or a model name")
     for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

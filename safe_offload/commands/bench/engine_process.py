@@ -167,7 +167,7 @@ class EngineProcess:
         try:
             has_died, message = self._connection.recv()
         except EOFError:
-            has_died, message = True, "its process ended without a word"
+            has_died, message = True, "its process ended without a message"
         if has_died:
             raise self.error(message)
         return message

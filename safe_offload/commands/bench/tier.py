@@ -150,15 +150,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="+",
         default=["2MiB", "256KiB"],
         metavar="SIZE",
-        help="sizes of objects: of one block on one rank (2MiB 256KiB)",
+        help="object sizes, one block on one rank each (2MiB 256KiB)",
     )
     add(
         "--round-bytes",
         metavar="SIZE",
-        help=f"a way moves in a round ({format_bytes(ROUND_BYTES)}; "
-        f"{format_bytes(ROUND_BYTES_REMOTE)} if not of a directory)",
+        help=f"bytes that a method moves in a round ({format_bytes(ROUND_BYTES)}; "
+        f"{format_bytes(ROUND_BYTES_REMOTE)} over the network)",
     )
-    add("--rounds", type=int, default=5, help="after a warm-up (%(default)s)")
+    add("--rounds", type=int, default=5, help="rounds after a warm-up (%(default)s)")
     for option, (key, kind) in OPTIONS.items():
         add(option, type=kind, metavar="X", help=ROWS[key].help)
     places.add_options(parser)
@@ -174,7 +174,7 @@ def run_command(arguments: Namespace) -> int:
             found, probes_s = measure(options, signals)
     except EndedError as ended:
         name = signal.Signals(ended.number).name
-        print(f"Ended by {name}; what was written is deleted.", file=sys.stderr)
+        print(f"Ended by {name}; written objects are deleted.", file=sys.stderr)
         return 128 + ended.number
     except OSError as error:
         label = options.config.location.label
@@ -212,8 +212,8 @@ def measure(options: TierBenchOptions, signals: Signals) -> tuple[list[SizeFound
     all_bytes = rounds * sum(written) + options.probe_bytes
     at_once_bytes = all_bytes if place.keeps_all else max(*written, options.probe_bytes)
     print(
-        f"Writes {format_bytes(all_bytes)}, of which {format_bytes(at_once_bytes)} are there at a "
-        f"time, and takes {format_bytes(options.round_bytes)} of memory. {place.promise}",
+        f"Writes {format_bytes(all_bytes)}, at most {format_bytes(at_once_bytes)} at a time, and "
+        f"uses {format_bytes(options.round_bytes)} of memory. {place.promise}",
         file=sys.stderr,
     )
     num_moved = sum(4 * rounds * options.num_objects(each) for each in options.object_bytes)
@@ -325,9 +325,9 @@ def _require(results: Sequence[Result], done: str) -> None:
         what = ", ".join(sorted(set(bad)))
         fix = "see the lines above"
         if Result.FULL.value in bad:
-            fix = "make room, or give a smaller --round-bytes"
+            fix = "free space, or lower --round-bytes"
         elif Result.ABSENT.value in bad:
-            fix = "the server evicts what has just been written: give a smaller --round-bytes"
+            fix = "the server evicts new objects: lower --round-bytes"
         raise SafeOffloadError(
             f"{len(bad)} of {len(results)} objects could not be {done}: {what}. Fix: {fix}"
         )
@@ -358,7 +358,7 @@ def _time_probes(place: Place, signals: Signals, rounds: int) -> list[float]:
                 present = signals.run(runner, tier.probe(there + absent))
                 found.append(time.perf_counter() - start_s)
                 if present != [True] * len(there) + [False] * len(absent):
-                    raise SafeOffloadError("a probe found other objects than those that are there")
+                    raise SafeOffloadError("a probe returned wrong results")
         finally:
             with signals.held():
                 runner.run(tier.close())

@@ -172,7 +172,7 @@ def taken(place: Place, size_bytes: int, signals: Signals) -> Iterator[None]:
             try:
                 place.close()
             except (OSError, SafeOffloadError) as error:
-                print(f"Not all was deleted: {error} {place.promise}", file=sys.stderr)
+                print(f"Some objects were not deleted: {error} {place.promise}", file=sys.stderr)
 
     try:
         try:
@@ -202,14 +202,14 @@ class Folder(Place):
         self.config = dataclasses.replace(config, location=location)
         self.facts = {"model": MODEL}
         self.promise = (
-            f"It goes to {self._folder}, and is deleted at the end; what a run leaves that is "
-            "killed by SIGKILL is deleted by the next."
+            f"Its objects go to {self._folder} and are deleted at the end; after SIGKILL, the "
+            "next run deletes them."
         )
         self._lock_fd = -1
 
     def take(self) -> None:
         if not self._parent.is_dir():
-            raise ConfigError(f"{self._parent} is no directory. Fix: create it on the device")
+            raise ConfigError(f"{self._parent} is not a directory. Fix: create it on the device")
         try:
             while self._lock_fd < 0:
                 self._lock_fd = self._lock()
@@ -217,12 +217,12 @@ class Folder(Place):
             raise SafeOffloadError(f"{self._folder}: {error.strerror or error}") from error
 
     def open(self, size_bytes: int) -> None:
-        self._empty("An earlier run left {}, which is deleted.")
+        self._empty("Deleting {} left by an earlier run.")
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < size_bytes:
             raise ConfigError(
-                f"{self._parent} has {format_bytes(free_bytes)} left, and the benchmark takes "
-                f"{format_bytes(size_bytes)}. Fix: a smaller --round-bytes, or fewer --rounds"
+                f"{self._parent} has {format_bytes(free_bytes)} free, and the benchmark needs "
+                f"{format_bytes(size_bytes)}. Fix: lower --round-bytes or --rounds"
             )
 
     def note(self, names: Sequence[Name]) -> None:
@@ -251,8 +251,8 @@ class Folder(Place):
             is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
             if not is_ours or (not lock.exists() and any(self._folder.iterdir())):
                 raise ConfigError(
-                    f"{self._folder} is not of this benchmark. Fix: move it away, or give another "
-                    "directory"
+                    f"{self._folder} was not created by this benchmark. Fix: move it, or name "
+                    "another directory"
                 )
             lock_fd = os.open(lock, _LOCK_FLAGS, 0o600)
         except FileNotFoundError:
@@ -298,12 +298,11 @@ class Remote(Place):
         self._url = url
         self._namespace = namespace({**self.facts, **open_seal(config.hmac_key_file).facts})
         folder, label = namespace_folder(self._namespace), config.location.label
-        after = f"expires after {TTL_S / 3600:.0f} h, or" if is_server else ""
+        after = f"they expire after {TTL_S / 3600:.0f} h, or " if is_server else ""
         self.promise = (
-            f"It goes to namespace {folder} of {label}, and is deleted at the end; what a run "
-            f"leaves that is killed by SIGKILL {after} goes with `safe-offload cache rm {label} "
-            f"{folder[:8]}`."
-        ).replace("  ", " ")
+            f"Its objects go to namespace {folder} of {label} and are deleted at the end; after "
+            f"SIGKILL, {after}`safe-offload cache rm {label} {folder[:8]}` deletes them."
+        )
         self._noted: dict[Name, None] = {}
         self._has_written = False
         self._store: TierStore | None = None

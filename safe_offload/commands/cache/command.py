@@ -40,28 +40,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     for name, function, what in (
         ("ls", _ls, "namespaces, their models, objects, bytes and age"),
         ("verify", _verify, "check every header and checksum"),
-        ("prune", _prune, "delete what has not been used for longest, and what crashes left"),
+        ("prune", _prune, "delete the least recently used objects, and leftovers of crashes"),
         ("rm", _rm, "delete a namespace, or all"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.".capitalize())
         command.add_argument(
-            "place", metavar="URL_OR_DIR", help='of the tier; "node": shared pools'
+            "place", metavar="URL_OR_DIR", help='url or directory of the tier; "node": shared pools'
         )
         if name == "verify":
-            command.add_argument("--delete", action="store_true", help="delete what is bad")
+            command.add_argument("--delete", action="store_true", help="delete bad objects")
         elif name == "prune":
-            command.add_argument("--to", metavar="SIZE", help='keep so much, such as "200GiB"')
+            command.add_argument("--to", metavar="SIZE", help='size to keep, such as "200GiB"')
             command.add_argument(
-                "--older-than", metavar="AGE", help="delete what was not used since, such as 7d"
+                "--older-than",
+                metavar="AGE",
+                help="delete objects unused for this long, such as 7d",
             )
         elif name == "rm":
             command.add_argument(
-                "namespace", nargs="?", help="as `ls` shows it; its beginning is enough"
+                "namespace", nargs="?", help="namespace that `ls` shows; a prefix is enough"
             )
             command.add_argument("--all", action="store_true", help="every namespace")
         if name in ("prune", "rm"):
             command.add_argument(
-                "--dry-run", action="store_true", help="say what would be deleted, and delete none"
+                "--dry-run", action="store_true", help="list what would be deleted"
             )
         command.add_argument("--json", action="store_true", help="print JSON")
         places.add_options(command)
@@ -87,8 +89,8 @@ def run_command(arguments: Namespace) -> int:
         raise KeyboardInterrupt(done) from None
     except OSError as error:
         raise CacheError(
-            f"{store.label}: {error.strerror or error}. Fix: run this as the user of the engines, "
-            "on a file system that can be written."
+            f"{store.label}: {error.strerror or error}. Fix: run this as the engines' user, on a "
+            "writable file system."
         ) from error
     finally:
         store.close()
@@ -104,7 +106,8 @@ def _age_s(text: str) -> float:
     age_s = read_duration(text)
     if age_s is None:
         raise CacheError(
-            f"--older-than {text}: expected a number and s, m, h or d. Fix: write 7d for a week."
+            f"--older-than {text}: expected a number with the unit s, m, h or d. Fix: write 7d "
+            "for a week."
         )
     return age_s
 
@@ -249,12 +252,12 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
         lines[-1] += (
             " They were deleted."
             if arguments.delete
-            else " No engine ever uses them. Fix: run this again with --delete."
+            else " Engines never use them. Fix: run this again with --delete."
         )
     if num_sealed:
         lines.append(
             f"{num_sealed:,} more objects are sealed with {'another' if key_seal.facts else 'a'} "
-            "key and were not checked. Fix: give it with --hmac-key-file."
+            "key and were not checked. Fix: pass it with --hmac-key-file."
         )
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
 
@@ -282,7 +285,7 @@ def _seal_for(described: bytes, seal: Seal) -> Seal:
 
 def _prune(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
     if arguments.to is None and arguments.older_than is None:
-        raise CacheError("prune: nothing to go by. Fix: add --to 200GiB or --older-than 7d.")
+        raise CacheError("prune: no limit given. Fix: add --to 200GiB or --older-than 7d.")
     _require_cache(store)
     store.pretend(arguments.dry_run)
     deleted, are = ("Would delete", "would be") if store.is_dry else ("Deleted", "are")
@@ -301,16 +304,16 @@ def _prune(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer
 
 def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
     if (arguments.namespace is None) == (not arguments.all):
-        raise CacheError("rm: name what goes. Fix: add a namespace, as `ls` shows it, or --all.")
+        raise CacheError("rm: no namespace given. Fix: add one that `ls` shows, or --all.")
     _require_cache(store)
     chosen = sorted(store.namespaces())
     if not arguments.all:
         chosen = [name for name in chosen if name.startswith(arguments.namespace)]
         if len(chosen) != 1 or not arguments.namespace:
-            found = "none begins" if not chosen else f"{len(chosen)} begin"
+            found = "no namespace begins" if not chosen else f"{len(chosen)} namespaces begin"
             raise CacheError(
-                f"rm: of the namespaces in {store.label} {found} with "
-                f"{arguments.namespace!r}. Fix: run `safe-offload cache ls {store.label}` and "
+                f"rm: {found} with {arguments.namespace!r} in {store.label}. "
+                f"Fix: run `safe-offload cache ls {store.label}` and "
                 "write one of them."
             )
     store.pretend(arguments.dry_run)
@@ -336,6 +339,4 @@ def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
 def _require_cache(store: TierStore) -> None:
     """Refuse a place that no tier has used: nothing is deleted or made there."""
     if not store.is_cache():
-        raise CacheError(
-            f"{store.label} holds no cache of a tier. Fix: give the directory of a tier."
-        )
+        raise CacheError(f"{store.label} is not the directory of a tier. Fix: name one.")

@@ -37,8 +37,8 @@ class DirectoryStore(TierStore):
             self._root_fd = directory.open_root(path)
         except OSError as error:
             raise CacheError(
-                f"{without_secrets(path)} cannot be opened: {error.strerror}. Fix: give the "
-                'directory of a tier, the path of its "url", as a user who may read it.'
+                f"{without_secrets(path)} cannot be opened: {error.strerror}. Fix: name the "
+                'directory of a tier (the path of its "url"), as a user who can read it.'
             ) from None
 
     def is_cache(self) -> bool:

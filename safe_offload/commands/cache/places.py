@@ -39,7 +39,7 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
     if "://" not in place:
         if problem := problem_of_path(path):
             label = printable(without_secrets(place))
-            raise ConfigError(f"{label}: {problem}. Fix: give the directory or the url of a tier.")
+            raise ConfigError(f"{label}: {problem}. Fix: name the directory or the url of a tier.")
         url = f"{FILE}://{quote(path)}"
     written = {
         name: os.path.abspath(value) if name.endswith("_file") else value

@@ -20,7 +20,7 @@ def run_on_pools(arguments: Namespace) -> tuple[dict[str, Any], list[tuple[str, 
         return _run(arguments, find_pools())
     except OSError as error:
         raise CacheError(
-            f"{error.filename}: {error.strerror}. Fix: run this as the user of the engines."
+            f"{error.filename}: {error.strerror}. Fix: run this as the engines' user."
         ) from error
 
 
@@ -30,12 +30,12 @@ def _run(
     if arguments.action.__name__ == "_ls":
         return _document(pools), _rows(pools), 0
     if arguments.action.__name__ != "_rm":
-        raise CacheError(f"{PLACE}: only `ls` and `rm` go with pools. Fix: write one of them.")
+        raise CacheError(f"{PLACE}: pools support only `ls` and `rm`. Fix: use one of them.")
     wanted = "" if arguments.all else arguments.namespace
     chosen = [pool for pool in pools if wanted is not None and pool.path.name.startswith(wanted)]
     if not arguments.all and (len(chosen) != 1 or not wanted):
         raise CacheError(
-            f"rm: {len(chosen)} pools in {user_folder()} begin with {wanted!r}. Fix: write one "
+            f"rm: {len(chosen)} pools in {user_folder()} begin with {wanted!r}. Fix: name one "
             "that `safe-offload cache ls node` shows, or --all."
         )
     kept = {pool.path: remove_pool(pool.path, is_dry=arguments.dry_run) for pool in chosen}

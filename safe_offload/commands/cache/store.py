@@ -20,7 +20,7 @@ from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.seal import PLAIN, Seal
 
 BATCH_ITEMS: Final = 1000
-LOOKING: Final = "looking at what is there"
+LOOKING: Final = "listing objects"
 DELETING: Final = "deleting"
 _CLOCK_S: Final = 1.0
 """Times of use are whole seconds, and may be one off when they are asked for again."""
@@ -164,9 +164,8 @@ class TierStore(ABC):
                 continue
             if not item.used_at_s:
                 raise CacheError(
-                    f"{self.label} does not say when objects were used. Fix: let it evict by "
-                    "itself (maxmemory and its policy), or choose allkeys-lru in the place of "
-                    "allkeys-lfu."
+                    f"{self.label} does not report when objects were last used. Fix: let it evict "
+                    "(maxmemory and its policy), or use allkeys-lru instead of allkeys-lfu."
                 )
             self.progress.advance(1, item.size_bytes)
             sizes.append(item.size_bytes)

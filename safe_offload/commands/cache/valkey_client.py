@@ -68,8 +68,8 @@ class Client:
         """Return the server that has a key."""
         if (owner := self._servers.owner(key)) is None:
             raise CacheError(
-                f"{self.label} is a cluster in which no node has a part of the keys. Fix: look "
-                "whether all slots have a node."
+                f"{self.label} is a cluster without assigned key slots. Fix: check that all slots "
+                "have a node."
             )
         return owner
 
@@ -92,18 +92,18 @@ class Client:
     def refusal(self, error: ErrorReply) -> CacheError:
         """Return what is wrong and the fix, without a word of the server's beside its code."""
         if error.code == "NOPERM":
-            problem = "does not allow this user what is needed"
+            problem = "denies this user required commands"
             fix = (
-                f"log in as one whose ACL has ~{ALL_KEYS} {allowing(LOOKING)}, and "
+                f"log in as a user whose ACL has ~{ALL_KEYS} {allowing(LOOKING)}, and "
                 f"{allowing(DELETING)} to delete"
             )
         elif error.code == "LOADING":
             problem, fix = "is still loading its data", "try again when it has"
         elif error.code in ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"):
             problem = f"is a cluster that is changing ({error.code})"
-            fix = "try again when it has settled"
+            fix = "try again later"
         else:
-            problem, fix = f"answers with an error ({error.code})", "look at the log of the server"
+            problem, fix = f"answers with an error ({error.code})", "check the server's log"
         return CacheError(f"{self.label} {problem}. Fix: {fix}.")
 
     async def _ask(self, node: Node, commands: Sequence[Sequence[bytes]]) -> list[Tree]:
@@ -132,6 +132,6 @@ class Client:
         except OSError as error:
             where = self._login.home if node is None else node.address
             problem = explained(error, where, has_tls=self._login.has_tls)
-        fix = problem.fix or "Look at the log of the server"
+        fix = problem.fix or "Check the server's log"
         kind = UnreachableError if problem.is_down else CacheError
         raise kind(f"{self.label}: {problem.problem}. Fix: {fix[0].lower()}{fix[1:]}.")

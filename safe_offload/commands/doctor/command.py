@@ -63,12 +63,12 @@ def _add_options(parser: ArgumentParser) -> None:
         "--fail-on",
         choices=[Severity.ERROR.value, Severity.WARNING.value],
         default=Severity.WARNING.value,
-        help="the least for which the exit status is 1 (%(default)s)",
+        help="lowest severity with exit status 1 (%(default)s)",
     )
-    parser.add_argument("--url", default="", help="of a running server: what more memory brings")
     parser.add_argument(
-        "--kv-transfer-config", metavar="JSON", default="", help="as vLLM is given it"
+        "--url", default="", help="a running server, for its hit rates at other memory sizes"
     )
+    parser.add_argument("--kv-transfer-config", metavar="JSON", default="", help="vLLM's argument")
 
 
 def run_command(arguments: Namespace) -> int:
@@ -163,7 +163,7 @@ def _check_copies(config: OffloadConfig, trials: list[Trial], vllm: VllmFacts) -
     It imports torch and vLLM, which may end a process: the one that asks vLLM has done it before.
     """
     if not vllm.version:
-        yield info("copies.self-test", "not tried without torch and vLLM")
+        yield info("copies.self-test", "not tested without torch and vLLM")
         return
     from safe_offload.commands.doctor.trial import devices, run_trial
 

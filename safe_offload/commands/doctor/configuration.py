@@ -68,11 +68,11 @@ def check_written(written: Written) -> Iterator[Finding]:
     """Check our settings and what stands beside them, without vLLM."""
     id = "configuration.settings"
     if written.problem:
-        expected = "a configuration that vLLM starts with"
+        expected = "a valid configuration"
         yield refusal(id, written.problem, expected, "see `safe-offload config --explain`")
         return
     if written.text:
-        yield ok(id, "every key of --kv-transfer-config is known, and every value can be used")
+        yield ok(id, "all keys and values of --kv-transfer-config are valid")
     else:
         yield info(id, f"no --kv-transfer-config in JSON: the defaults of {CONNECTOR_NAME}")
     for extra, config in zip(written.extras, written.configs(), strict=True):
@@ -80,7 +80,7 @@ def check_written(written: Written) -> Iterator[Finding]:
         if len(sizes) > 1:
             yield warning(
                 "configuration.size-keys",
-                f'{" and ".join(sizes)} are all written; only "{config.capacity_key}" counts',
+                f'{" and ".join(sizes)} are all set; only "{config.capacity_key}" takes effect',
                 "one key for the size of the pool",
                 "remove the others",
             )
@@ -92,19 +92,19 @@ def _check_policy(written: Written) -> Iterator[Finding]:
     if written.failure_policy == "fail":
         yield warning(
             id,
-            'kv_load_failure_policy is "fail": a load that fails ends its request with an error',
-            f'"{DEFAULT_FAILURE_POLICY}", so that its tokens are computed again',
+            'kv_load_failure_policy is "fail": failed loads end their request with an error',
+            f'"{DEFAULT_FAILURE_POLICY}", so that the tokens are recomputed',
             f'write "kv_load_failure_policy": "{DEFAULT_FAILURE_POLICY}" beside "kv_connector", '
             "under MultiConnector beside its name",
         )
     else:
-        yield ok(id, "the tokens of a load that fails are computed again")
+        yield ok(id, "tokens of failed loads are recomputed")
     if written.role != DEFAULT_KV_ROLE:
         yield warning(
             "configuration.role",
-            f'kv_role "{written.role}" has no effect: {CONNECTOR_NAME} stores and loads anyway',
+            f'kv_role "{written.role}" has no effect: {CONNECTOR_NAME} always stores and loads',
             f'"{DEFAULT_KV_ROLE}"',
-            'leave "kv_role" out',
+            'remove "kv_role"',
         )
 
 
@@ -114,8 +114,8 @@ def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterat
     if EXPANDABLE in environment.get(ALLOCATOR_VARIABLE, "") and not is_taken:
         yield error(
             "configuration.allocator",
-            f"{ALLOCATOR_VARIABLE} has {EXPANDABLE}, with which vLLM refuses every KV connector",
-            f"no {EXPANDABLE} there; vLLM does not look into PYTORCH_ALLOC_CONF",
+            f"{ALLOCATOR_VARIABLE} has {EXPANDABLE}, with which vLLM rejects every KV connector",
+            f"no {EXPANDABLE} there; vLLM does not check PYTORCH_ALLOC_CONF",
             f"remove it from {ALLOCATOR_VARIABLE}, or start vLLM with --enable-sleep-mode",
         )
     id = "configuration.plugin"
@@ -137,8 +137,7 @@ def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterat
             id,
             f"vLLM does not know {CONNECTOR_NAME}: {vllm.connector_problem}",
             wanted,
-            "install safe-offload in the environment that runs vLLM, and a version of vLLM that "
-            "it is tested with",
+            "install safe-offload in vLLM's environment, with a tested version of vLLM",
         )
     elif vllm.connector and vllm.connector != CONNECTOR_MODULE:
         yield error(
@@ -158,9 +157,9 @@ def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterat
     if problem:
         yield refusal(
             id,
-            f"vLLM refuses its arguments: {problem}",
-            "arguments that vLLM starts with",
-            "correct the argument that the message names; if MODEL cannot be read here, give a "
+            f"vLLM rejects its arguments: {problem}",
+            "valid arguments",
+            "correct the argument that the message names; if MODEL cannot be read here, name a "
             "folder with its config.json",
         )
     elif vllm.engine is not None:
@@ -169,7 +168,7 @@ def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterat
         return
     if vllm.engine.other_offloading_gib is not None:
         size = f"{vllm.engine.other_offloading_gib:g}"
-        said = f'--kv-offloading-size {size} is taken as "cpu_bytes_to_use": "{size}GiB"'
+        said = f'--kv-offloading-size {size} is used as "cpu_bytes_to_use": "{size}GiB"'
         yield info("configuration.offloading-size", said)
     yield from _check_prefix_caching(vllm)
     yield from _check_hash(vllm.engine.hash_algorithm)
@@ -185,9 +184,9 @@ def _check_prefix_caching(vllm: VllmFacts) -> Iterator[Finding]:
         return
     yield error(
         id,
-        f"prefix caching is off, and without it {CONNECTOR_NAME} does nothing",
-        "prefix caching on, as it is by default for most models",
-        "remove --no-enable-prefix-caching; if it is not there, vLLM turns it off for this model: "
+        f"prefix caching is off, so {CONNECTOR_NAME} does nothing",
+        "prefix caching on, the default for most models",
+        "remove --no-enable-prefix-caching; without that flag, vLLM disables it for this model: "
         "try --enable-prefix-caching",
     )
 
@@ -195,11 +194,12 @@ def _check_prefix_caching(vllm: VllmFacts) -> Iterator[Finding]:
 def _check_hash(algorithm: str) -> Iterator[Finding]:
     id = "configuration.hash"
     if algorithm in ISOLATING_HASHES:
-        yield ok(id, f"blocks are found by {algorithm}, which nobody can make collide")
+        yield ok(id, f"blocks are hashed with {algorithm}, which resists forged collisions")
     else:
         yield warning(
             id,
-            f"blocks are found by {algorithm}: a client could make a prompt collide with another's",
+            f"blocks are hashed with {algorithm}: a client could forge a collision with another's "
+            "prompt",
             f"{ISOLATING_HASHES[0]}, unless you trust every client",
             f"remove --prefix-caching-hash-algo, or write {ISOLATING_HASHES[0]}",
         )
@@ -211,11 +211,11 @@ def _tier_hash(algorithm: str, *, has_seed: bool) -> Finding:
         algorithm = SHARED_HASH  # as the start does
     problem = hash_problem(algorithm, has_seed=has_seed)
     if problem is None:
-        return ok(id, f"other engines find what is in the tiers: by {algorithm}")
+        return ok(id, f"other engines can find blocks in the tiers, hashed with {algorithm}")
     what, fix = problem
     return error(
         id,
         f"prefix_caching_hash_algo is {algorithm}, which {what}",
-        'hashes that are the same in every process, which "tiers" need',
+        'hashes that are the same in every process, for "tiers"',
         fix,
     )

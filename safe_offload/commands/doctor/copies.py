@@ -19,10 +19,10 @@ def check_copies(trial: Trial) -> Iterator[Finding]:
     if trial.is_pageable:
         yield warning(
             "memory.memlock",
-            f"{where}the driver does not page-lock host memory, and copies are slower without",
-            "memory that the driver page-locks",
+            f"{where}the driver does not page-lock host memory, which slows copies",
+            "page-locked host memory",
             "raise the limit for locked memory (ulimit -l unlimited; docker run --ulimit "
-            "memlock=-1), or give a smaller pool",
+            "memlock=-1), or lower the pool size",
         )
 
 
@@ -48,26 +48,26 @@ def _self_test(trial: Trial, where: str) -> Iterator[Finding]:
         yield error(
             id,
             f"{where}{trial.failure}",
-            "a self-test that runs",
-            "look for a device that hangs or has memory errors (dmesg), and update its driver",
+            "a working self-test",
+            "check for a device that hangs or has memory errors (dmesg), and update its driver",
         )
     for path, problem in trial.problems.items():
-        text = f'{where}copies by "{path}" are wrong or refused: {problem}'
+        text = f'{where}copy path "{path}" fails or corrupts bytes: {problem}'
         if trial.passed:
             yield warning(
                 id,
                 text,
-                "every way to copy passes",
-                f"nothing at once: {', '.join(trial.passed)} is used instead. To be sure, write "
+                "every copy path passes",
+                f"nothing urgent: {', '.join(trial.passed)} is used instead. To make sure, write "
                 f'"copy_path": "{trial.passed[0]}", and open an issue with this line',
             )
         else:
             yield error(
                 id,
                 text,
-                "a way to copy that passes; without one the connector never hits",
-                "look for a device that hangs or has memory errors (dmesg, nvidia-smi -q -d ECC), "
-                "and update its driver",
+                "a copy path that passes; without one, the connector never hits",
+                "check for a device that hangs or has memory errors (dmesg, nvidia-smi -q -d "
+                "ECC), and update its driver",
             )
     if trial.passed and not trial.problems:
         yield ok(id, f"{where}passed by {', '.join(trial.passed)}")

@@ -31,7 +31,7 @@ SIZES = {
     "half": "half of it",
     "double": "twice",
     "quadruple": "four times",
-    "everything": "memory for everything",
+    "everything": "unlimited memory",
 }
 """By the names of gauges."""
 
@@ -82,12 +82,12 @@ def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]
     limit = ""
     if machine.available_bytes < machine.machine_available_bytes:
         size = format_bytes(machine.machine_available_bytes)
-        limit = f" (the cgroup of this process allows that much; the machine has {size})"
+        limit = f" (the cgroup's limit; the machine has {size})"
     for pool in pools:
         if pool.made is not None:
             continue  # its memory is taken: `check_shared_memory` says so
         if pool.rank_bytes is None:
-            yield info(id, 'only with MODEL is known how many bytes "num_cpu_blocks" are')
+            yield info(id, 'MODEL is needed to convert "num_cpu_blocks" to bytes')
             continue
         try:
             check_host_bytes(
@@ -98,13 +98,13 @@ def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]
             )
         except ConfigError as problem:
             expected = f"a pool that fits{limit}"
-            yield refusal(id, str(problem), expected, "give a smaller pool")
+            yield refusal(id, str(problem), expected, "lower the pool size")
             continue
         ranks = f" for {pool.num_ranks} ranks" if pool.num_ranks > 1 else ""
         yield ok(
             id,
             f"{format_bytes(pool.bytes or 0)}{ranks} of {format_bytes(machine.available_bytes)} "
-            f"that is available{limit}",
+            f"available{limit}",
         )
 
 
@@ -120,31 +120,31 @@ def check_shared_memory(
         if shared.problem:
             yield error(
                 id,
-                f'"share": "node" has no place for user {os.geteuid()}: {shared.problem}',
-                "a folder in memory that this user can write",
+                f'"share": "node" is unusable for user {os.geteuid()}: {shared.problem}',
+                "a tmpfs folder that this user can write",
                 f"mount a tmpfs at {shared.folder} that this user can write (in Kubernetes an "
-                "emptyDir with medium: Memory), and let its folder there be of this user alone",
+                "emptyDir with medium: Memory), and let its folder there belong to this user alone",
             )
         elif shared.file_system and shared.file_system not in MEMORY:
             yield warning(
                 id,
-                f"{shared.folder} is on {shared.file_system}, so the pool is written to a disk",
-                "a tmpfs, which is memory",
+                f"{shared.folder} is on {shared.file_system}, so the pool is on disk",
+                "a tmpfs",
                 f"mount -t tmpfs tmpfs {shared.folder} (docker run --shm-size; in Kubernetes an "
                 "emptyDir with medium: Memory, mounted there)",
             )
         elif pool.made is not None:
             yield info(
                 id,
-                f"{pool.made.path.name} of {format_bytes(pool.made.size_bytes)} is there for "
-                f"{pool.made.about}; an engine with other settings makes one beside it: {room}",
+                f"{pool.made.path.name} of {format_bytes(pool.made.size_bytes)} exists for "
+                f"{pool.made.about}; an engine with other settings creates another: {room}",
             )
         elif pool.bytes is None:
-            yield info(id, f"{room}; only with MODEL is known what the pool needs")
+            yield info(id, f"{room}; MODEL is needed to compute the pool's size")
         elif problem := room_problem(
             shared.folder, shared.free_bytes, pool.bytes * (100 + TABLE_PERCENT) // 100
         ):
-            yield refusal(id, problem, "room for all of the pool, from the first start on", "")
+            yield refusal(id, problem, "room for the whole pool", "")
         else:
             yield ok(id, f"{room}, of which the pool takes {format_bytes(pool.bytes)}")
 
@@ -153,14 +153,14 @@ def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:
     """See whether the pool could be swapped out, which makes a load slower than computing."""
     id = "memory.swap"
     if not machine.swap_bytes:
-        yield ok(id, "there is no swap, so no page of the pool can be swapped out")
+        yield ok(id, "no swap, so the pool cannot be swapped out")
     elif machine.swap_used_bytes and not is_gpu:
         yield warning(
             id,
-            f"{format_bytes(machine.swap_used_bytes)} of swap is in use; pages of the pool could "
-            "be swapped out, and reading them back takes longer than computing",
+            f"{format_bytes(machine.swap_used_bytes)} of swap is in use; the pool could be "
+            "swapped out, and reading it back is slower than recomputing",
             "a machine that does not swap",
-            "give a smaller pool, stop what else needs memory, or swapoff -a",
+            "lower the pool size, free memory, or run swapoff -a",
         )
     else:
         used = f"{format_bytes(machine.swap_used_bytes)} of {format_bytes(machine.swap_bytes)}"
@@ -175,19 +175,19 @@ def check_memlock(
     id = "memory.memlock"
     limit_bytes = machine.memlock_bytes
     if limit_bytes is None:
-        yield ok(id, "a process may lock as much memory as it likes")
+        yield ok(id, "a process may lock unlimited memory")
         return
     limit = f"a process may lock {format_bytes(limit_bytes)} of memory (ulimit -l)"
     wanted_bytes = max((pool.rank_bytes or 0 for pool in pools), default=0)
     if not is_gpu:
-        yield info(id, f"{limit}; the CPU engine locks none, so this does not matter here")
+        yield info(id, f"{limit}; the CPU engine locks none, so the limit is irrelevant here")
     elif limit_bytes >= wanted_bytes:
         yield ok(id, limit)
     else:
         yield warning(
             id,
             f"{limit}: the driver may refuse to page-lock the pool, and copies from pageable "
-            "memory are slower and hold up one another",
+            "memory are slower and block one another",
             f"at least {format_bytes(wanted_bytes)}, the pool of one rank, or no limit",
             "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd",
         )
@@ -198,16 +198,16 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
     id = "memory.huge-pages"
     folder = "/sys/kernel/mm/transparent_hugepage"
     if not machine.huge_pages:
-        yield info(id, "the system does not tell whether it has transparent huge pages")
+        yield info(id, "the system does not report transparent huge pages")
     elif machine.huge_pages == "never":
         yield warning(
             id,
-            "transparent huge pages are off: making the pool ready takes longer",
+            "transparent huge pages are off: allocating the pool takes longer",
             '"madvise" or "always"',
             f"echo madvise > {folder}/enabled, on the host",
         )
     else:
-        yield ok(id, f'transparent huge pages are "{machine.huge_pages}": the pool asks for them')
+        yield ok(id, f'transparent huge pages are "{machine.huge_pages}": the pool requests them')
 
 
 def check_numa(
@@ -216,13 +216,13 @@ def check_numa(
     """Compare the node of each GPU, None if unknown, with what this process may use."""
     id = "memory.numa"
     if not gpu_nodes:
-        yield info(id, f"{_nodes(len(machine.nodes))}; no GPU, so any of them will do")
+        yield info(id, f"{_nodes(len(machine.nodes))}; no GPU, so placement does not matter")
         return
     rank_bytes = sum(pool.rank_bytes or 0 for pool in pools)
     needed: dict[int, int] = {}
     for gpu, node in gpu_nodes.items():
         if node is None or node not in machine.nodes:
-            yield info(id, f"{gpu} is on no NUMA node that the system tells")
+            yield info(id, f"{gpu} is on an unknown NUMA node")
             continue
         needed[node] = needed.get(node, 0) + rank_bytes
         yield _placement(id, machine, gpu, node)
@@ -231,11 +231,11 @@ def check_numa(
         if needed_bytes > free_bytes:
             yield warning(
                 id,
-                f"the pools of the GPUs on NUMA node {node} need {format_bytes(needed_bytes)}, and "
-                f"{format_bytes(free_bytes)} is free there: the rest lies on another node, and "
-                "copies of it have about half the rate",
+                f"the pools of the GPUs on NUMA node {node} need {format_bytes(needed_bytes)}, "
+                f"and {format_bytes(free_bytes)} is free there: the rest is placed on another "
+                "node, at about half the bandwidth",
                 f"{format_bytes(needed_bytes)} free on node {node}",
-                "give a smaller pool, or stop what else uses that node",
+                "lower the pool size, or free memory on that node",
             )
 
 
@@ -243,12 +243,12 @@ def _placement(id: str, machine: Machine, gpu: str, node: int) -> Finding:
     has_cores = bool(machine.nodes[node].cores & machine.cores)
     has_memory = not machine.allowed_nodes or node in machine.allowed_nodes
     if has_cores and has_memory:
-        return ok(id, f"{gpu} is on NUMA node {node}, whose cores and memory may be used")
+        return ok(id, f"{gpu} is on NUMA node {node}, whose cores and memory are available")
     what = "memory" if has_cores else "cores"
     return warning(
         id,
-        f"{gpu} is on NUMA node {node}, and this process may not use the {what} of that node: the "
-        "pool will lie on another one, with about half the rate",
+        f"{gpu} is on NUMA node {node}, and this process cannot use the {what} of that node: the "
+        "pool is placed on another one, at about half the bandwidth",
         f"cores and memory of node {node}",
         f"docker run --cpuset-cpus and --cpuset-mems with node {node}; in Kubernetes a CPU manager "
         "policy with topology hints",
@@ -256,7 +256,9 @@ def _placement(id: str, machine: Machine, gpu: str, node: int) -> Finding:
 
 
 def _nodes(count: int) -> str:
-    return f"{count} NUMA node{'' if count == 1 else 's'}" if count else "no NUMA nodes are told"
+    return (
+        f"{count} NUMA node{'' if count == 1 else 's'}" if count else ("no NUMA nodes are reported")
+    )
 
 
 def check_hits(url: str) -> Iterator[Finding]:
@@ -271,12 +273,12 @@ def check_hits(url: str) -> Iterator[Finding]:
     if not found["everything"]:
         yield info(
             id,
-            "nothing is estimated to be hit, however large the host memory: without "
-            '"estimate_hit_rates": true, or no prompt has come back yet',
+            'the estimated hit rate is 0 at every memory size: "estimate_hit_rates" is off, or no '
+            "prompt has repeated yet",
         )
         return
     others = ", ".join(f"{words} {found[size]:.0%}" for size, words in SIZES.items())
     yield info(
         id,
-        f"of the blocks asked for, this host memory would hold {found['present']:.0%}, {others}",
+        f"estimated block hit rate with this host memory {found['present']:.0%}, {others}",
     )

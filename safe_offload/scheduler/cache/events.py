@@ -335,8 +335,8 @@ def make_events(
     if (endpoint := kv_events.event_endpoint(vllm_config)) is not None:
         # vLLM has no hook that leaves them out: its pool of blocks has one switch for all requests.
         logger.warning(
-            "vLLM's own KV events (medium GPU) have the tokens of all requests, also of those with "
-            '"store": "nothing". Fix: let nobody but your router reach %s.',
+            "vLLM's own KV events (medium GPU) contain the tokens of all requests, even those "
+            'with "store": "nothing". Fix: restrict access to %s to your router.',
             endpoint,
         )
     sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)

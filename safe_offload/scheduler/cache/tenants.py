@@ -1,9 +1,9 @@
 """Host slots of several tenants: no grant takes what another tenant is guaranteed.
 
-A grant takes empty slots first. Then tenants over quota are evicted first, so that their excesses
-become equal, as far as slots can be evicted; the requesting tenant counts as if it already had what
-it requests. If that is not enough, it evicts slots of its own. A slot is its tenant's from the
-grant until it is evicted or empty: salts keep hashes apart, so none is of use to two.
+A grant takes empty slots first. Then tenants over quota are evicted until their excess is equal, as
+far as slots can be evicted; the tenant that asks counts as if it already had the slots. If that is
+not enough, it evicts slots of its own. A slot is its tenant's from the grant until it is evicted or
+empty: salts keep hashes apart, so none is of use to two.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class TenantSlots(SlotPool):
             self._num_pinned[self.by_tenant.owners[slot]] -= 1
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
-        """See `SlotPool`; tenants that pinned more than their share lose pins first."""
+        """See `SlotPool`; tenants whose pins exceed their quota are unpinned."""
         owners = {self.by_tenant.owners[slot] for slot in slots}
         guaranteed = self.by_tenant.guaranteed
         return self.num_overpinned() > 0 and any(

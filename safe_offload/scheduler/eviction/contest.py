@@ -35,7 +35,7 @@ class Contest:
 
     Args:
         num_slots: of the host.
-        may_refuse: `RETURNS` need not admit blocks worth less than their victims.
+        may_refuse: `RETURNS` may refuse to admit blocks worth less than their victims.
         rate_max: the most of all blocks that is sampled.
 
     Attributes:

@@ -144,7 +144,7 @@ class Loads:
         if hit is not progress.hit and not was_put_off:
             num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
             if not self._costs.pays(Offer(hit.num_tokens, num_left)):
-                self._counters[Count.UNPAID_HITS] += 1
+                self._counters[Count.SKIPPED_HITS] += 1
                 progress.must_compute = True  # decided once, however often vLLM asks
                 self.drop_hit(state)
                 return 0
@@ -250,7 +250,7 @@ class Loads:
         if self._is_worth_waiting(wait.load, request, num_computed_tokens, num_wanted, now_s):
             return None
         wait.end()
-        self._counters[Count.UNPAID_HITS] += 1
+        self._counters[Count.SKIPPED_HITS] += 1
         return 0
 
     def _has_no_hit(self, state: RequestState, num_computed_tokens: int) -> None:

@@ -113,7 +113,7 @@ class NodePlanner(Planner):
             if now_s >= self._look_again_s:
                 self._look_again_s = now_s + LOOK_S
                 if num_dead := slots.table.bury(now_s):
-                    logger.info("Of the shared host cache, %d engines have ended.", num_dead)
+                    logger.info("%d engines of the shared host cache have ended.", num_dead)
         if self.private.noted:
             self.private.note()
         self._is_synced = False
@@ -135,9 +135,9 @@ class NodePlanner(Planner):
         self._counters[Count.DAMAGED_ENTRIES] += table.num_damaged - self._num_damaged
         if not self._num_damaged:
             logger.error(
-                "The table of the shared host cache %s is damaged: an entry cannot be. Such "
-                "entries are ignored from now on, and counted. Fix: end all engines that use it, "
-                "run `safe-offload cache rm node %s`, and look for memory errors.",
+                "The table of the shared host cache %s is damaged: an entry is impossible. "
+                "Invalid entries are ignored and counted. Fix: stop all engines that use it, run "
+                "`safe-offload cache rm node %s`, and check for memory errors.",
                 self._folder,
                 os.path.basename(self._folder),
             )
@@ -160,9 +160,9 @@ class NodePlanner(Planner):
             self._is_stalled = True
             self._counters[Count.POOL_STALLS] += 1
             logger.warning(
-                "Another process keeps this engine from its slots in the shared host cache %s, so "
-                "it computes meanwhile. Fix: end or continue that process; it may have been "
-                "stopped (`ps -eo pid,stat,args` has a T for those).",
+                "Another process blocks this engine's access to the shared host cache %s, so it "
+                "recomputes. Fix: continue or kill that process; it may have been stopped (`ps "
+                "-eo pid,stat,args` shows T).",
                 self._folder,
             )
 
@@ -187,7 +187,7 @@ class NodePlanner(Planner):
             return
         try:
             if len(pools) < len(found) or len({pool.place for pool in pools}) > 1:
-                raise SharingError("its ranks have found different pools")
+                raise SharingError("its ranks found different pools")
             folder, pool_id = pools[0].place
             table = Table(os.path.join(folder, TABLE))
             if table.pool_id != pool_id:
@@ -228,8 +228,8 @@ class NodePlanner(Planner):
         super().reset_cache(cause)
         if self.slots.table is not None:
             logger.info(
-                "After a reset the weights may be others, so this engine uses nothing of what "
-                "others have stored in the shared host cache, nor do they of what it stores."
+                "The weights may have changed with the reset, so this engine and the others no "
+                "longer share blocks in the host cache."
             )
 
     def has_pending_push_work(self) -> bool:

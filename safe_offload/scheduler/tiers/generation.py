@@ -28,10 +28,9 @@ class Generation:
         """It is not known what this engine computes: use only what it has written itself."""
         self.name = self._new_generation()
         logger.warning(
-            "Nothing in tiers is shared with other engines or found again after a restart: %s. If "
-            'the model comes from elsewhere and is the same in every process, write "model_version"'
-            " into each tier, and another one whenever it changes. Files of the model must not "
-            "change while an engine starts.",
+            "Tiers are neither shared with other engines nor reused after a restart: %s. If the "
+            'weights are the same in every process, set "model_version" in each tier, and change '
+            "it whenever they change. Model files must not change while an engine starts.",
             " and ".join(doubts),
         )
 
@@ -43,7 +42,7 @@ class Generation:
         self.name = self._new_generation()
         if is_first:
             logger.info(
-                "After a reset the weights may be others, so what tiers hold by now is not used "
-                "any more by this engine, nor is what it writes used by others. To go on with "
-                "what they hold, set the tier's model_version."
+                "The weights may have changed with the reset, so this engine stops reading the "
+                "present objects of its tiers and sharing new ones. To keep them across resets, "
+                "set the tier's model_version."
             )

@@ -101,7 +101,7 @@ class Promotions:
         pays = self._costs.fetch_pays(offer, num_slots, _farthest(hit, shared))
         if pays or lookup.is_trial or self._costs.tries_all_the_same():
             return True
-        self._counters[Count.UNPAID_FETCH_TOKENS] += offer.num_tokens
+        self._counters[Count.SKIPPED_FETCH_TOKENS] += offer.num_tokens
         return False
 
     def _fetch(

@@ -149,9 +149,9 @@ def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> N
     """
     found, where = os.fstat(step_fd), path_of(step_fd)
     if found.st_uid != uid and not _is_root(found.st_uid):
-        fix = f"give the tier a directory of user {uid}, below others of root or of this user"
+        fix = f"use a directory owned by user {uid}, below directories of root or this user"
         if is_root:
-            fix += f"; or, if you trust what is in it: chown -h {uid} {where!r}"
+            fix += f"; or, if you trust its contents: chown -h {uid} {where!r}"
         raise NotOursError(
             f"{where!r} belongs to user {found.st_uid}, this process is user {uid}", fix
         )
@@ -161,8 +161,8 @@ def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> N
     if (is_sticky and not is_root) or _is_volume(step_fd, parent_fd, found):
         return
     raise NotOursError(
-        f"every user may write to {where!r} (mode {stat.S_IMODE(found.st_mode):o})",
-        f"give the tier a directory in it, such as {where + '/kv'!r}"
+        f"{where!r} is world-writable (mode {stat.S_IMODE(found.st_mode):o})",
+        f"use a directory below it, such as {where + '/kv'!r}"
         if is_sticky
         else f"chmod o-w {where!r}",
     )
@@ -262,10 +262,10 @@ def refusal(found: os.stat_result, where: int | str, uids: Sequence[int]) -> Not
         )
     if stat.S_ISREG(found.st_mode):
         return NotOursError(
-            f"{where!r} is one of {found.st_nlink} names of a file, which may be anybody's",
+            f"{where!r} is one of {found.st_nlink} hard links to a file that may belong to anyone",
             f"rm {where!r}",
         )
-    return NotOursError(f"{where!r} is no file", f"rm {where!r}")
+    return NotOursError(f"{where!r} is not a regular file", f"rm {where!r}")
 
 
 def mount_point_of(path: str) -> str:

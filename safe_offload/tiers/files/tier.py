@@ -162,7 +162,7 @@ class FileTier:
         except OSError as error:
             self._log.failure(error)
         except Exception:
-            logger.exception("Tier %s met an error of its own; it goes on", self.label)
+            logger.exception("Unexpected error in tier %s, which stays in use", self.label)
         batch.settle(batch.take_left(), Result.FAILED)
 
     def _do(self, work: Work, visit: _Visit, name: Name, slot: Buffers) -> Result:
@@ -286,7 +286,7 @@ class FileTier:
         except OSError as error:
             self._log.failure(error)
         except Exception:
-            logger.exception("Tier %s met an error of its own; it goes on", self.label)
+            logger.exception("Unexpected error in tier %s, which stays in use", self.label)
         else:
             self._has_made_room &= kept is not None
             if kept is not None and (kept.num_evicted or kept.num_orphans):
@@ -342,8 +342,8 @@ class _Place:
                 logger.debug("%s: no file can be made: %s", self._label, error)
                 self.is_direct, self.uid = True, uid
             logger.info(
-                "Tier %s is open. Its files are read and written %s the page cache.",
-                *(self._label, "past" if self.is_direct else "through"),
+                "Tier %s is open, with %s I/O.",
+                *(self._label, "direct" if self.is_direct else "buffered"),
             )
         self._known, self._mount_point = known, mount_point
         return root_fd
@@ -438,9 +438,8 @@ class _Log(RareLog):
     def no_help(self, error: OSError) -> None:
         if self.is_due("no help"):
             logger.warning(
-                "Deleting objects of tier %s has made no room for others: %s. Nothing more is "
-                "deleted for it; what is there is served. Fix: free space or inodes on its file "
-                "system, or raise the quota of user %d",
+                "Evicting objects of tier %s freed no space: %s. Eviction stops; reads continue. "
+                "Fix: free space or inodes on its file system, or raise the quota of user %d",
                 *(self._label, error, os.geteuid()),
             )
 

@@ -105,8 +105,8 @@ class KeptDigests:
             if time.monotonic() > say_at_s:
                 say_at_s = give_up_at_s
                 logger.info(
-                    "Waiting for another process: it reads the model's files, and keeps what they "
-                    "hold. After %g s this one reads them too; it may have been stopped.",
+                    "Waiting for another process: hashing the model's files. It may have been "
+                    "stopped; after %g s, this process hashes them too.",
                     _PATIENCE_S,
                 )
             if self._cancelled():

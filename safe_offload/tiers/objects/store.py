@@ -55,9 +55,9 @@ class Problem(enum.Enum):
     NO_BUCKET = "there is no such bucket"
     NOWHERE = "there is no such bucket, or no credentials were found"
     EXISTS = "there is such an object"
-    DENIED = "the store does not allow it"
-    FULL = "the store has no room"
-    UNSUPPORTED = "the store does not know this kind of request"
+    DENIED = "access denied"
+    FULL = "the store is full"
+    UNSUPPORTED = "the store does not support this request"
     OTHER = "the request failed"
 
 
@@ -133,7 +133,7 @@ def open_store(config: TierConfig, environment: Mapping[str, str] = os.environ) 
     except Exception as error:
         raise ConfigError(
             f'"{config.location.label}" cannot be opened with the settings and credentials that '
-            f"were found ({type(error).__name__}). Fix: look at {_SEEK[scheme]}"
+            f"were found ({type(error).__name__}). Fix: check {_SEEK[scheme]}"
         ) from None
 
 
@@ -178,16 +178,16 @@ def problem_of(error: BaseException) -> Problem:
 def fix_for(problem: Problem, scheme: str) -> str:
     """Return what to do about a problem, as a sentence."""
     if problem is Problem.DENIED:
-        return f"Fix: let it read, write and delete below the tier's url; look at {_SEEK[scheme]}"
+        return f"Fix: allow reads, writes and deletes below the tier's url; check {_SEEK[scheme]}"
     if problem is Problem.NO_BUCKET:
-        return "Fix: make the bucket, or correct the tier's url."
+        return "Fix: create the bucket, or correct the tier's url."
     if problem is Problem.NOWHERE:
-        return f"Fix: make the bucket, correct the tier's url, or look at {_SEEK[scheme]}"
+        return f"Fix: create the bucket, correct the tier's url, or check {_SEEK[scheme]}"
     if problem is Problem.FULL:
-        return "Fix: raise the quota, or have a lifecycle rule of the bucket delete what is old."
+        return "Fix: raise the quota, or add a lifecycle rule that expires old objects."
     return (
-        "Fix: look at the tier's endpoint and region, at the network, and, if it has no "
-        f"credentials, at {_SEEK[scheme]}"
+        "Fix: check the tier's endpoint and region, the network, and, if it has no credentials, "
+        f"{_SEEK[scheme]}"
     )
 
 

@@ -151,7 +151,7 @@ class ObjectTier:
                 if not worker.cancelled():
                     worker.result()
         except Exception:
-            logger.exception("Tier %s met an error of its own; it goes on", self.label)
+            logger.exception("Unexpected error in tier %s, which stays in use", self.label)
         return batch.results
 
     # ---- one object ---------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class ObjectTier:
             return False
         async with self._looks:
             try:
-                await self._request("ask", self._store.head_async(_path_of(name)), _ABSENT)
+                await self._request("probe", self._store.head_async(_path_of(name)), _ABSENT)
             except StoreError as error:
                 if error.problem is Problem.NOT_FOUND:
                     return False

@@ -21,17 +21,17 @@ _FIXES: Final = {
         f"{allowing(WITH_TTL)}), writing {allowing(WRITING)}, a cluster {allowing([SLOTS])}, all "
         f"for ~{ALL_KEYS}"
     ),
-    "NOAUTH": 'It wants a password: give it in "password_file", and the user in the url',
+    "NOAUTH": 'It requires a password: put it into "password_file", and the user into the url',
     "READONLY": "It is a replica: name the primary in the url",
-    "MISCONF": "It cannot write its snapshot to disk: look at its log, or set its save to nothing",
-    "LOADING": "It is starting, and reads its snapshot: nothing is to be done",
-    "MASTERDOWN": "It has lost its primary: look at the other servers",
-    "CLUSTERDOWN": "A part of its cluster is missing: look at the other servers of it",
+    "MISCONF": 'It cannot write its snapshot to disk: check its log, or set its save to ""',
+    "LOADING": "It is loading its snapshot: no action needed",
+    "MASTERDOWN": "It has lost its primary: check the other servers",
+    "CLUSTERDOWN": "Part of its cluster is down: check its other servers",
     "MOVED": (
-        "Its cluster sends us round in a circle, or its user may not ask where keys are: allow "
+        "Its cluster redirects in a loop, or its user may not look up key slots: allow "
         f"{allowing([SLOTS])}, and compare the CLUSTER SLOTS of its servers"
     ),
-    "TRYAGAIN": "Its cluster moves keys at the moment: nothing is to be done",
+    "TRYAGAIN": "Its cluster is migrating keys: no action needed",
 }
 
 
@@ -41,8 +41,8 @@ class ServerLog(RareLog):
     def password_in_url(self) -> None:
         """The password is where others can see it."""
         logger.warning(
-            "The url of tier %s has a password in it, which vLLM writes to its log with its "
-            'arguments. Put it into a file, and name that in "password_file".',
+            "The url of tier %s contains a password, which vLLM logs with its arguments. Put it "
+            'into a file, and set "password_file".',
             self._label,
         )
 
@@ -54,5 +54,5 @@ class ServerLog(RareLog):
     def refusal(self, code: str) -> None:
         """A server has answered an error."""
         if self.is_due(code):
-            fix = _FIXES.get(code, "Look at its log")
+            fix = _FIXES.get(code, "Check its log")
             logger.warning("The server of tier %s answers %s. %s.", self._label, code, fix)

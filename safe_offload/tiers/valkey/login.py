@@ -144,7 +144,7 @@ class Login:
             if isinstance(answer, ErrorReply) and (is_required or answer.code == "NOAUTH"):
                 raise _RefusedError(answer)
             if is_required and answer != b"OK":
-                raise WireError("the server answered something else than OK")
+                raise WireError("the server did not answer OK")
 
 
 def command(*words: bytes) -> bytes:
@@ -169,7 +169,7 @@ def read_password(config: TierConfig) -> str:
     except (OSError, ValueError) as error:
         raise LoginError(
             f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}',
-            "Let the user that runs vLLM read it",
+            "Make it readable for vLLM's user",
         ) from None
 
 
@@ -212,25 +212,27 @@ def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
     """Return why a server cannot be used, and the fix; never what the server wrote."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return LoginError(
-            f"the certificate of {server} is refused: {error.verify_message.rstrip('.')}",
-            "Name the server in the url as its certificate does, and the authority that signed it "
-            'in "ca_file"',
+            f"the certificate of {server} was rejected: {error.verify_message.rstrip('.')}",
+            'Use the host name of its certificate in the url, and set "ca_file" to the CA that '
+            "signed it",
         )
     if isinstance(error, ssl.SSLError):
-        problem = f"{server} does not speak TLS with us: {_reason(error)}"
+        problem = f"TLS with {server} failed: {_reason(error)}"
         return LoginError(problem, "Is it a TLS port?")
     if isinstance(error, _RefusedError):
         return refused(error.problem, server)
     if isinstance(error, WireError):
         problem = f"{server} does not answer as a Valkey or Redis server: {error}"
-        return LoginError(problem, "" if has_tls else "If it wants TLS, write rediss:// in the url")
+        return LoginError(
+            problem, "" if has_tls else "If it requires TLS, write rediss:// in the url"
+        )
     if isinstance(error, TimeoutError):
         hint = ", and whether this port speaks TLS" if has_tls else ""
         fix = f"Check the network, whether the server hangs{hint}"
         return LoginError(f"{server} does not answer", fix, is_down=True)
     what = (isinstance(error, OSError) and error.strerror) or type(error).__name__
     return LoginError(
-        f"there is no connection to {server}: {what}",
+        f"cannot connect to {server}: {what}",
         "Check the url, the network, and whether the server runs",
         is_down=True,
     )
@@ -241,16 +243,16 @@ def refused(problem: ErrorReply, server: object) -> LoginError:
     code, text = problem.code, problem.text
     if code == "NOPERM":  # AUTH is always allowed
         return LoginError(
-            f"{server} does not let this user choose a database (NOPERM)",
+            f"{server} does not allow this user to select a database (NOPERM)",
             f"Give the user {allowing([SELECT])}, or remove the number from the url",
         )
     if code in _REFUSED_LOGIN or "AUTH" in text or "password" in text:
         return LoginError(
-            f"{server} refuses the user or the password ({code})",
+            f"{server} rejected the user or the password ({code})",
             'Check the user in the url, and the password in it or in "password_file"',
         )
     if "DB index" in text or "SELECT" in text:
         return LoginError(
             f"{server} has no such database ({code})", "Remove its number from the url"
         )
-    return LoginError(f"{server} refuses to be used: it answers {code}")
+    return LoginError(f"{server} rejected the connection: {code}")

@@ -25,7 +25,7 @@ NUM_SLOTS: Final = 16_384
 NODES_MAX: Final = 256
 """Servers of a cluster that are used."""
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
-"""How long a failed server of a cluster is skipped, at first and at most; the others serve on.
+"""Pause after a failure of a server of a cluster, at first and at most; the others stay in use.
 A server by itself has the breakers of its tier for that."""
 REFRESH_S: Final = 0.5
 """After a server has failed, the others are not asked more often which of them has what."""
@@ -138,7 +138,7 @@ class Node:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether it is skipped after a failure."""
+        """Return whether the server is paused after a failure."""
         return asyncio.get_running_loop().time() < self._paused_until_s
 
     def succeed(self) -> None:
@@ -237,7 +237,7 @@ class Servers:
         return lasts[position][1] if position >= 0 and slot <= lasts[position][0] else None
 
     def suspect(self, node: Node) -> None:
-        """A server of a cluster does not respond: skip it and ask the others."""
+        """A server of a cluster does not answer: pause it, and ask the others."""
         if self.is_cluster:
             node.fail()
             self._is_known = False

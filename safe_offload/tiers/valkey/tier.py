@@ -149,7 +149,7 @@ class ValkeyTier:
                 while queue and not node.is_paused:
                     await node.data.use(use)
         except Exception:
-            logger.exception("Tier %s met an error of its own; it goes on", self.label)
+            logger.exception("Unexpected error in tier %s, which stays in use", self.label)
 
     @contextlib.contextmanager
     def _judging(self, node: Node, silence: Silence) -> Iterator[None]:

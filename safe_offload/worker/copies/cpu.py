@@ -51,7 +51,7 @@ class CpuCompletion:
         except asyncio.CancelledError:
             if not self.future.cancelled():
                 raise
-            raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
+            raise TransferError(FailureReason.CANCELLED, "it was withdrawn") from None
 
     def cancel(self) -> bool:
         """See `Completion.cancel`: a copy that no thread has taken can be taken back."""

@@ -113,7 +113,7 @@ class Device:
                 self._kernel.compile()
             except OSError as error:
                 logger.info(
-                    "cupy cannot keep compiled kernels (%s), so each start compiles its own. Fix: "
+                    "cupy cannot cache compiled kernels (%s), so each start recompiles them. Fix: "
                     "set CUPY_CACHE_DIR to a directory that this user can write.",
                     error,
                 )

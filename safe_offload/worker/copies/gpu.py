@@ -187,8 +187,8 @@ class GpuBackend:
             self._device.record(stream).synchronize()
         except Exception as error:
             logger.warning(
-                "Small blocks are copied without a kernel of their own, which is slower (%s: %s). "
-                "Fix: %s.",
+                "Small blocks are copied without the copy kernel, which is slower (%s: %s). Fix: "
+                "%s.",
                 type(error).__name__,
                 error,
                 self._device.kernel_fix(),
@@ -293,8 +293,8 @@ class GpuBackend:
             self.paths = tuple(other for other in self.paths if other is not path)
             self.num_demotions += 1
         logger.error(
-            'A copy by "%s" failed (%s). Copies go by "%s" from now on, which may be slower. If '
-            'this repeats after a restart, set "copy_path": "%s" and open an issue with this log.',
+            'Copy path "%s" failed (%s). Falling back to "%s", which may be slower. If this '
+            'recurs after a restart, set "copy_path": "%s" and open an issue with this log.',
             path.value,
             str(error),  # a log record must not keep the frames, and with them the buffer
             '", "'.join(other.value for other in self.paths),

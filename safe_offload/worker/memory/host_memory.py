@@ -74,9 +74,9 @@ class HostMemory:
             )
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"The system refused {format_bytes(size_bytes)} of host memory: {error}. Fix: give "
-                'a smaller "cpu_bytes_to_use", or raise the limit (ulimit -v, '
-                "vm.overcommit_memory, vm.overcommit_ratio)."
+                f"The system refused {format_bytes(size_bytes)} of host memory: {error}. Fix: "
+                'lower "cpu_bytes_to_use", or raise the limit (ulimit -v, vm.overcommit_memory, '
+                "vm.overcommit_ratio)."
             ) from error
         return cls(mapping)
 

@@ -160,7 +160,7 @@ class PageLock:
             format_bytes(self._layout.size_bytes),
             time.monotonic() - start_s,
             pages,
-            "on no NUMA node that the system tells" if node is None else f"on NUMA node {node}",
+            "on an unknown NUMA node" if node is None else f"on NUMA node {node}",
             f" Its cores could not be used to place the memory there: {problem}."
             if problem
             else "",
@@ -168,8 +168,8 @@ class PageLock:
 
     def _tell_plan(self, slab_s: float, pause_s: float) -> None:
         logger.info(
-            "Page-locking %s of host memory in the background, at %.1f GB/s: about %.0f s. What is "
-            "locked is used at once; nothing waits for the rest.",
+            "Page-locking %s of host memory in the background, at %.1f GB/s: about %.0f s. Locked "
+            "memory is used immediately; requests do not wait for the rest.",
             format_bytes(self._layout.size_bytes),
             self._layout.slab_bytes / 1e9 / (slab_s + pause_s),
             (self._layout.num_slabs - 1) * (slab_s + pause_s),
@@ -201,9 +201,9 @@ class PageLock:
     def _run_short(self) -> None:
         self.facts = MemoryFacts(MemoryKind.PAGE_LOCKED, "unknown")
         logger.warning(
-            "This machine, or the container's limit, has no memory left for the whole pool: %s of "
-            "%s are used, and %s are available. The cache is as large as that. Fix: set a smaller "
-            '"cpu_bytes_to_use", stop what else takes memory, or raise the limit.',
+            "Not enough memory on this machine, or under the container's limit, for the whole "
+            "pool: %s of %s are used, and %s are available. The pool keeps that size. Fix: lower "
+            '"cpu_bytes_to_use", free memory, or raise the limit.',
             format_bytes(self._num_locked * self._layout.slab_bytes),
             format_bytes(self._layout.size_bytes),
             format_bytes(available_host_bytes()),
@@ -214,14 +214,14 @@ class PageLock:
         self.facts = MemoryFacts(kind, "unknown")
         logger.warning(
             "The driver page-locked %s of %s of host memory and then refused (%s). %s Fix: raise "
-            "the limit for locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1), or "
-            'set a smaller "cpu_bytes_to_use".',
+            "the limit for locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1), "
+            'or lower "cpu_bytes_to_use".',
             format_bytes(self._num_locked * self._layout.slab_bytes),
             format_bytes(self._layout.size_bytes),
             error,
-            "All of it is used as it is; copies are slower and hold up one another."
+            "The pool stays pageable: copies are slower and block one another."
             if self.is_pageable
-            else "The cache is as large as what is locked.",
+            else "The pool is limited to the locked memory.",
         )
 
 

@@ -50,9 +50,8 @@ TERMS_BYTES = hashlib.sha256().digest_size
 CHECKSUM_BYTES = 8
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 STRANGER = (
-    "A process that is no rank of this engine came to where its ranks meet to share host memory: "
-    "number %d (0: of another PID namespace) of user %d. It was turned away and got nothing; the "
-    "ranks go on. So far %d times."
+    "Rejected a process that tried to join the shared host memory of this engine's ranks: pid %d "
+    "(0: in another PID namespace), user %d. It received nothing. Rejected so far: %d."
 )
 
 
@@ -120,7 +119,7 @@ def share_memory(
         )
         mapping = meeting.join() if share.index else meeting.lead(check_available)
     except TimeoutError as error:
-        raise SharingError(f"not all {share.count} ranks met within {timeout_s:g} s") from error
+        raise SharingError(f"not all {share.count} ranks joined within {timeout_s:g} s") from error
     except (OSError, AttributeError) as error:  # the system refuses something, or has no memfd
         raise SharingError(str(error)) from error
     return HostMemory(mapping)
@@ -241,7 +240,7 @@ class _Meeting:
                 stack.callback(os.close, descriptor)
             is_first = hmac.compare_digest(message, self.badge(0, process, self.terms))
             if not descriptors or not is_first:
-                raise SharingError("another rank could not go on")
+                raise SharingError("another rank failed")
             mapping = self._map(descriptors[0])
             leader.send(MAPPED)
             if leader.recv(MESSAGE_BYTES_MAX) != COMMITTED:
@@ -332,7 +331,7 @@ class _Meeting:
 
     def _map(self, descriptor: int) -> mmap.mmap:
         if os.fstat(descriptor).st_size != self.size_bytes:
-            raise SharingError("the memory has another size than was agreed")
+            raise SharingError("the memory does not have the agreed size")
         return mmap.mmap(
             descriptor,
             self.size_bytes,

@@ -148,7 +148,7 @@ def test_what_will_be_written_is_told_before_and_true(tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(tier_place.Folder, "close", see_close)
     assert bench(*place.arguments, *SMALL) == 0
-    words = re.search(r"^Writes ([\d.]+) MiB, of which ([\d.]+) MiB", capsys.readouterr().err)
+    words = re.search(r"^Writes ([\d.]+) MiB, at most ([\d.]+) MiB", capsys.readouterr().err)
     assert words
     assert words[1] == words[2]
     assert float(words[1]) == pytest.approx(held_bytes[0] / (1 << 20), abs=0.02)
@@ -192,7 +192,7 @@ def test_a_signal_in_the_middle_leaves_nothing(place, number):
         process.send_signal(number)
         _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number
-    assert told.splitlines()[-1] == f"Ended by {number.name}; what was written is deleted."
+    assert told.splitlines()[-1] == f"Ended by {number.name}; written objects are deleted."
     assert place.names() == []
 
 
@@ -218,7 +218,7 @@ def test_what_a_killed_run_left_in_a_directory_the_next_one_deletes(tmp_path, ca
         process.kill()
     assert len(place.names()) > 100
     assert bench(*place.arguments, *SMALL) == 0
-    assert re.search(r"An earlier run left [\d.]+ .iB, which is deleted", capsys.readouterr().err)
+    assert re.search(r"Deleting [\d.]+ .iB left by an earlier run", capsys.readouterr().err)
     assert place.names() == [str(place.root / "mine")]
 
 
@@ -251,7 +251,7 @@ def test_a_full_server_ends_it_with_an_error_and_nothing_is_left(tmp_path, capsy
     with Server(tmp_path / "server", options) as server:
         place = Valkey(server)
         assert bench(*place.arguments, "--round-bytes", "16MiB") == 1
-        assert "could not be written: full. Fix: make room" in capsys.readouterr().err
+        assert "could not be written: full. Fix: free space" in capsys.readouterr().err
         assert place.names() == []
 
 
@@ -346,7 +346,7 @@ def test_signals_are_as_before_when_it_has_ended():
 def test_too_little_room_is_refused_before_anything_is_written(tmp_path, capsys):
     with mounted(tmp_path / "mnt", "tmpfs", 4 << 20) as folder:
         assert bench(folder, *LONG) == 1
-        assert "4.00 MiB left, and the benchmark takes" in capsys.readouterr().err
+        assert "4.00 MiB free, and the benchmark needs" in capsys.readouterr().err
         assert list(folder.iterdir()) == []
 
 
@@ -355,7 +355,7 @@ def test_a_folder_of_its_name_that_is_not_its_own_is_left_alone(tmp_path, capsys
     folder.mkdir()
     (folder / "mine").write_bytes(b"mine")
     assert bench(tmp_path, *SMALL) == 1
-    assert "is not of this benchmark. Fix: " in capsys.readouterr().err
+    assert "was not created by this benchmark. Fix: " in capsys.readouterr().err
     assert (folder / "mine").exists()
     (folder / "mine").unlink()
     folder.rmdir()
@@ -368,7 +368,7 @@ def test_a_folder_of_its_name_that_is_not_its_own_is_left_alone(tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere"], "/nowhere is no directory. Fix: create it"),
+        (["/nowhere"], "/nowhere is not a directory. Fix: create it"),
         (["/tmp", "--rounds", "0"], "--rounds: expected at least 1"),
         (["/tmp", "--object-bytes", "5000"], "--object-bytes: expected a multiple of"),
         (["/tmp", "--password-file", "/x"], "password_file"),

@@ -172,12 +172,12 @@ def test_a_link_is_not_followed(call, root, tmp_path):
         (("prune", "{root}"), "add --to 200GiB or --older-than 7d"),
         (("prune", "{root}", "--to", "many"), "Fix: write --to 64GiB"),
         (("prune", "{root}", "--older-than", "soon"), "write 7d for a week"),
-        (("prune", "{root}/..", "--to", "1GiB"), "holds no cache of a tier"),
-        (("rm", "{root}/..", "--all"), "holds no cache of a tier"),
-        (("rm", "{root}"), "add a namespace, as `ls` shows it, or --all"),
-        (("rm", "{root}", "abc", "--all"), "add a namespace"),
-        (("rm", "{root}", "xyz"), "none begins with 'xyz'"),
-        (("rm", "{root}", ""), "2 begin with ''"),
+        (("prune", "{root}/..", "--to", "1GiB"), "is not the directory of a tier"),
+        (("rm", "{root}/..", "--all"), "is not the directory of a tier"),
+        (("rm", "{root}"), "add one that `ls` shows, or --all"),
+        (("rm", "{root}", "abc", "--all"), "no namespace given"),
+        (("rm", "{root}", "xyz"), "no namespace begins with 'xyz'"),
+        (("rm", "{root}", ""), "2 namespaces begin with ''"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_fix(call, root, arguments, message):

@@ -89,7 +89,7 @@ def check_found(call: Call, rig: Rig, problem: str) -> None:
     status, text = call("verify", rig.url)
     assert status == 1
     assert problem in text.splitlines()[0]
-    assert "1 bad. No engine ever uses them. Fix: run this again with --delete." in text
+    assert "1 bad. Engines never use them. Fix: run this again with --delete." in text
     status, document = read(call, "verify", rig.url, "--delete")
     assert (status, len(document["bad"]), document["deleted"]) == (0, 1, True)
     assert call("verify", rig.url) == (0, "12 objects, 192.00 KiB checked: 0 bad.\n")
@@ -106,7 +106,7 @@ def test_sealed_objects_are_checked_with_their_key_only(call, rig, tmp_path):
         (tmp_path / name).chmod(0o400)
     status, text = call("verify", rig.url)
     assert status == 1
-    assert "4 more objects are sealed with a key and were not checked. Fix: give it with" in text
+    assert "4 more objects are sealed with a key and were not checked. Fix: pass it with" in text
     with_key = ("verify", rig.url, "--hmac-key-file", tmp_path / "right")
     assert call(*with_key) == (0, "17 objects, 272.00 KiB checked: 0 bad.\n")
     rig.write(rig.name(3, space), value_of(name_of(3, space=space)))  # by one without the key

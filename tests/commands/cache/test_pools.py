@@ -69,7 +69,7 @@ def test_a_dry_run_says_of_each_pool_what_is_done_then(call, base, engine, is_ot
     if is_other_version:
         make_other_version(base / "pool")
         make_other_version(base / "idle")
-        uses = "is in use, by an engine that starts or is of another version"
+        uses = "is in use by an engine that is starting or has another version"
     else:
         uses = "is in use by 1 engine"
     size = (base / "idle" / "table").stat().st_size
@@ -93,7 +93,7 @@ def test_a_dry_run_says_of_each_pool_what_is_done_then(call, base, engine, is_ot
 
 def test_a_pool_is_in_use_while_a_process_holds_its_memory_and_has_not_joined(base):
     file = pools.open_rank(wanted(SLOTS))
-    assert "is in use, by an engine that starts" in remove_pool(base / "pool")
+    assert "is in use by an engine that is starting" in remove_pool(base / "pool")
     file.locks.close()
     assert remove_pool(base / "pool") == ""
 
@@ -112,7 +112,7 @@ def test_what_is_no_part_of_a_pool_is_not_deleted(call, base):
     for more in ((), ("--dry-run",)):
         status, text = call("rm", "node", "--all", *more)
         assert status == 1
-        assert "idle has 'notes.txt' in it, which is no part of a pool, stays." in text
+        assert "idle has 'notes.txt' in it, which is not part of a pool, stays." in text
     assert len(list((base / "idle").iterdir())) == 5
 
 
@@ -142,8 +142,8 @@ def test_a_folder_that_others_can_write_is_not_looked_into(call, base, tmp_path,
         ("rm", "node", "--all"),
         ("rm", "node", "--all", "--dry-run"),
     ):
-        check_refusal(call(*arguments), "is not a folder of this user alone (mode 0700)")
-    with pytest.raises(SharingError, match="of this user alone"):
+        check_refusal(call(*arguments), "is not a folder owned by this user with mode 0700")
+    with pytest.raises(SharingError, match="owned by this user"):
         remove_pool(base / "idle")
     assert (base / "idle" / pools.TABLE).exists()
 

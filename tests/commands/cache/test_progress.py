@@ -39,12 +39,12 @@ def told(what, count, more=""):
 
 def test_a_listing_counts(rig, call, terminal, monkeypatch):
     _, lines = written(terminal, monkeypatch, call, "ls", rig.url)
-    assert lines == [told("looking at what is there", n) for n in range(1, 14)]
+    assert lines == [told("listing objects", n) for n in range(1, 14)]
 
 
 def test_a_check_says_share_and_time_left(rig, call, terminal, monkeypatch):
     text, lines = written(terminal, monkeypatch, call, "verify", rig.url)
-    assert lines[:13] == [told("looking at what is there", n) for n in range(1, 14)]
+    assert lines[:13] == [told("listing objects", n) for n in range(1, 14)]
     for n, line in enumerate(lines[13:], start=1):
         assert line.startswith(told("checking", n, f", {n / 13:.0%} of 13, "))
         assert line.endswith(" s left")
@@ -62,7 +62,7 @@ def test_pruning_counts_what_it_looks_at_and_what_it_deletes(aged, call, termina
     for number in range(4):
         aged.age(number, 1000.0)
     _, lines = written(terminal, monkeypatch, call, "prune", aged.url, "--older-than", "900s")
-    assert lines[:13] == [told("looking at what is there", n) for n in range(1, 14)]
+    assert lines[:13] == [told("listing objects", n) for n in range(1, 14)]
     assert lines[-1] == told("deleting", 4)
 
 

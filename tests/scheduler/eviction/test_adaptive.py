@@ -226,7 +226,7 @@ def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkey
     assert order is not Order.LRU
     assert rig.planner.host_labels["eviction_order"] == order
     messages = [message for r in package_log if "evicts in" in (message := r.getMessage())]
-    assert f"The host cache evicts in the order {order} from now on" in messages[-1]
+    assert f"The host cache now evicts in the order {order}," in messages[-1]
 
 
 def test_on_a_host_of_few_blocks_the_order_stays(make_rig):

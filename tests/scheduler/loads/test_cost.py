@@ -467,7 +467,7 @@ def test_a_hit_that_does_not_pay_is_computed(make_rig, load_s, num_hit_tokens):
     rig = make_stored(make_rig)
     measure(rig, load_s)
     assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
-    assert bool(rig.counts["unpaid_hits"]) == (num_hit_tokens == 0)
+    assert bool(rig.counts["skipped_hits"]) == (num_hit_tokens == 0)
     rig.check_idle()
 
 
@@ -482,7 +482,7 @@ def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(make_ri
     ]
     assert set(asked) == {0}, "it is not for its asking that another is tried"
     rig.drain()
-    assert rig.counts["unpaid_hits"] == 1
+    assert rig.counts["skipped_hits"] == 1
     rig.check_idle()
 
 

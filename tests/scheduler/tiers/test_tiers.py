@@ -1241,7 +1241,7 @@ def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers):
     assert rig.run_alone("a", long_prompt) == 0
     assert rig.probes
     assert not rig.fetches
-    assert rig.counts["unpaid_fetch_tokens"] == PREFIX_TOKENS
+    assert rig.counts["skipped_fetch_tokens"] == PREFIX_TOKENS
     rig.check_idle()
 
 

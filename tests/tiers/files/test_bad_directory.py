@@ -107,7 +107,7 @@ async def test_what_is_not_a_file_is_unreadable_and_asked_for_once(make, root, p
     assert fetched is Result.UNREADABLE
     assert path.is_symlink() or path.exists(), "it is not ours to delete"
     assert await tier.probe([name]) == [False], "it is not offered again"
-    assert any("cannot be used, it is unreadable" in line for line in said(package_log))
+    assert any("Unusable object in tier" in line for line in said(package_log))
     spilled = await spill_one(tier, name, filled(LENGTHS))
     assert spilled is (Result.UNREADABLE if path.is_dir() else Result.DONE)
     assert await tier.probe([name]) == [spilled is Result.DONE]
@@ -309,7 +309,7 @@ async def test_without_direct_access_everything_goes_through_the_page_cache(
         assert await fetch_one(tier, name_of(number), target) is Result.DONE
         assert bytes_of(target) == bytes_of(source)
     lines = [record.getMessage() for record in package_log]
-    assert sum("through the page cache" in line for line in lines) == 1
+    assert sum("with buffered I/O" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -100,8 +100,8 @@ async def test_a_root_of_another_user_is_not_used(make, base, mode, package_log)
         (0, 0o711, ""),
         (0, 0o1777, ""),  # as /tmp
         (0, 0o2775, ""),  # as a volume with an fsGroup
-        (0, 0o777, "every user may write to"),
-        (0, 0o2777, "every user may write to"),
+        (0, 0o777, "is world-writable"),
+        (0, 0o2777, "is world-writable"),
         (NOBODY, 0o755, "belongs to user 65534"),
         (NOBODY, 0o1777, "belongs to user 65534"),
     ],
@@ -121,14 +121,14 @@ async def test_a_parent_that_others_can_change_is_not_passed(
 
 
 @pytest.mark.parametrize(
-    ("mode", "fix"), [(0o777, "chmod o-w "), (0o1777, "give the tier a directory in it")]
+    ("mode", "fix"), [(0o777, "chmod o-w "), (0o1777, "use a directory below it")]
 )
 async def test_a_root_of_ours_that_everybody_may_fill_is_not_used(
     make, base, mode, fix, package_log
 ):
     (base / "kv").mkdir()
     (base / "kv").chmod(mode)
-    await is_refused(make(base / "kv"), package_log, "every user may write to", fix)
+    await is_refused(make(base / "kv"), package_log, "is world-writable", fix)
     assert list((base / "kv").iterdir()) == []
 
 
@@ -225,13 +225,13 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
     os.link(victim, base / "kv" / file)
     tier = make(base / "kv")
     if file == USAGE_FILE:
-        await is_refused(tier, package_log, "is one of 2 names of a file", f"rm '{base}/kv/usage'")
+        await is_refused(tier, package_log, "is one of 2 hard links", f"rm '{base}/kv/usage'")
     await spill_one(tier, name_of(1), filled(LENGTHS))
     await tier.close()
     assert is_unharmed(victim)
-    assert any("is one of 2 names" in line for line in said(package_log)) or file == USAGE_FILE
+    assert any("of 2 hard links" in line for line in said(package_log)) or file == USAGE_FILE
     store = DirectoryStore(str(base / "kv"))
-    with pytest.raises(NotOursError, match="is one of 2 names"):
+    with pytest.raises(NotOursError, match="is one of 2 hard links"):
         store.prune(None, 0.0)
     store.close()
     assert is_unharmed(victim)
@@ -241,7 +241,9 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
 async def test_what_lies_in_the_place_of_usage_is_not_opened(make, base, victim, put, package_log):
     (base / "kv").mkdir(mode=0o700)
     attack(base / "kv", put, user=os.geteuid())
-    await is_refused(make(base / "kv"), package_log, "is no file", f"rm '{base}/kv/usage'")
+    await is_refused(
+        make(base / "kv"), package_log, "is not a regular file", f"rm '{base}/kv/usage'"
+    )
     assert is_unharmed(victim)
     assert not (base / "kv" / "nowhere").exists()
 
@@ -345,7 +347,7 @@ def test_a_volume_of_a_container_may_be_open_to_all_of_its_users(base):
     container = ("unshare", "-m", "-p", "-f", "--mount-proc")
     for path in (volume, volume / "kv"):
         for command in ((), ("unshare", "-m", "sh", "-ec", mounted), container):
-            assert "every user may write to" in run_engine(path, *command)
+            assert "is world-writable" in run_engine(path, *command)
             assert list(volume.iterdir()) == []
     assert run_engine(volume / "kv", *container, "sh", "-ec", mounted) == "used"
     assert run_engine(volume, *container, "sh", "-ec", mounted) == "used"
@@ -370,5 +372,5 @@ def test_doctor_says_whose_it_is_and_how_to_mend_it(base):
         config = TierConfig.at(f"file://{path}")
         (problem,) = check_directory(config, try_directory(config))
         assert f"'{base}/kv' belongs to user 65534, this process is user 0" in problem.found
-        assert "give the tier a directory" in problem.fix
+        assert "use a directory" in problem.fix
     assert list((base / "kv").iterdir()) == []

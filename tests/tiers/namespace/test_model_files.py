@@ -663,7 +663,7 @@ def test_a_rank_that_dies_while_it_reads_holds_up_nobody(model, kept, monkeypatc
         reading = pool.submit(digests(kept).digest, place, asked.set)
         assert asked.wait(250)  # it waits
         assert not reading.done()
-        assert "it reads the model's files" in package_log[-1].getMessage()
+        assert "hashing the model's files" in package_log[-1].getMessage()
         os.kill(holder.pid, signal.SIGKILL)
         assert reading.result(250).read_bytes == size_of(model)
 

@@ -106,7 +106,7 @@ async def test_credentials_that_cannot_be_had_are_named(monkeypatch, caplog):
         with pytest.raises(OSError, match="no credentials were found"):
             await tier.probe(names)
         await tier.close()
-    for what in ("read", "write", "ask"):
+    for what in ("read", "write", "probe"):
         told = f"Tier s3://bucket/kv failed to {what}: there is no such bucket, or no credentials"
         assert told in caplog.text
-    assert "look at the variables AWS_…, the role of the" in caplog.text
+    assert "check the variables AWS_…, the role of the" in caplog.text

@@ -95,12 +95,12 @@ async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
     slots = [filled((4096,))] * 5
     assert await tier.spill(names, slots) == [Result.FAILED] * 5
     assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.FAILED] * 5
-    with pytest.raises(OSError, match="the store does not allow it"):
+    with pytest.raises(OSError, match="access denied"):
         await tier.probe(names)
     lines = log_of(caplog)
     assert len(lines) == 3, "one each for writing, reading and asking"
-    assert "failed to write: the store does not allow it" in lines[0]
-    assert "SignatureDoesNotMatch). Fix: let it read, write and delete" in lines[0]
+    assert "failed to write: access denied" in lines[0]
+    assert "SignatureDoesNotMatch). Fix: allow reads, writes and deletes" in lines[0]
     assert not [secret for secret in ("wrong-secret", server.access_key) if secret in caplog.text]
 
 
@@ -118,7 +118,7 @@ async def test_who_may_only_read_reads(server, config, monkeypatch, caplog):
     assert await fetch_one(tier, name_of(2), target) is Result.CORRUPT
     assert await tier.probe([name, name_of(2)]) == [True, False], "it could not be deleted"
     assert bad.head(path_in(name_of(2)))["size"] == 3
-    assert any("failed to delete: the store does not allow it" in line for line in log_of(caplog))
+    assert any("failed to delete: access denied" in line for line in log_of(caplog))
 
 
 async def test_a_bucket_that_is_not_there_is_named_as_the_problem(server, caplog):
@@ -127,7 +127,7 @@ async def test_a_bucket_that_is_not_there_is_named_as_the_problem(server, caplog
     assert await spill_one(tier, name_of(1), filled((4096,))) is Result.FAILED
     assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.FAILED
     assert [line for line in log_of(caplog) if "there is no such bucket" in line]
-    assert "Fix: make the bucket" in caplog.text
+    assert "Fix: create the bucket" in caplog.text
 
 
 async def test_a_namespace_is_described_once(config):

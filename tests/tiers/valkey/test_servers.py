@@ -83,7 +83,7 @@ async def test_what_a_server_writes_about_a_login_is_never_shown(open_at, caplog
     echo = f"-ERR unknown command `AUTH`, with args beginning with: `kv`, `{SECRET}`,\r\n".encode()
     with ScriptedServer(always(echo), greeting={b"AUTH": echo}) as server:
         reason = await reason_of(open_at(server, f"kv:{SECRET}@"))
-        assert "refuses the user or the password (ERR)" in reason
+        assert "rejected the user or the password (ERR)" in reason
         tier = open_at(server)
         await spill_one(tier, name_of(1), filled((512,)))
         reason += await reason_of(tier)
@@ -124,7 +124,7 @@ async def test_a_ca_file_is_trusted_instead_of_the_authorities_of_the_system(
             if right:
                 assert await tier.probe([name_of(1)]) == [True]
             else:
-                assert "is refused" in await reason_of(tier)
+                assert "was rejected" in await reason_of(tier)
 
 
 @pytest.mark.parametrize("other_is", ["plain", "tls"])

@@ -154,7 +154,7 @@ async def test_a_copy_that_no_thread_has_taken_is_taken_back(subject):
     assert queued.cancel()
     assert queued.cancel()
     assert not running.cancel()
-    with pytest.raises(TransferError, match="taken back"):
+    with pytest.raises(TransferError, match="withdrawn"):
         await asyncio.wait_for(queued.wait(), PATIENCE_S)
     release()
     await asyncio.wait_for(running.wait(), PATIENCE_S)

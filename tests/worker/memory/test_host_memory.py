@@ -130,7 +130,7 @@ def test_a_size_that_is_not_positive_is_refused(size_bytes):
 
 @pytest.mark.parametrize("size_bytes", [1 << 60, 1 << 80])
 def test_a_size_that_the_system_refuses_is_a_config_error_with_the_fix(size_bytes):
-    with pytest.raises(ConfigError, match="Fix: give a smaller"):
+    with pytest.raises(ConfigError, match="Fix: lower"):
         HostMemory.allocate(size_bytes)
 
 

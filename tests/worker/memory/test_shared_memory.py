@@ -236,7 +236,7 @@ def test_the_memory_cannot_be_made_smaller(make_ranks):
 def test_nobody_shares_if_a_rank_does_not_come(make_ranks, missing):
     ranks = make_ranks(3)
     futures = [ranks.start(index, timeout_s=0.3) for index in range(3) if index != missing]
-    expect_that_nobody_shares(futures, "not all 3 ranks met within 0.3 s")
+    expect_that_nobody_shares(futures, "not all 3 ranks joined within 0.3 s")
 
 
 def test_nobody_shares_if_layouts_differ(make_ranks):
@@ -346,7 +346,7 @@ def test_the_first_rank_waits_no_longer_for_those_who_keep_coming_and_show_nothi
         with new_socket() as peer, contextlib.suppress(OSError):
             peer.settimeout(PATIENCE_S)
             peer.connect(f"\0{ranks.address}")
-    expect_that_nobody_shares([first], "not all 2 ranks met within 0.3 s")
+    expect_that_nobody_shares([first], "not all 2 ranks joined within 0.3 s")
 
 
 def test_a_rank_waits_no_longer_where_nobody_is_let_in(make_ranks):
@@ -365,16 +365,16 @@ def test_a_rank_waits_no_longer_where_nobody_is_let_in(make_ranks):
 def test_nobody_shares_if_a_rank_comes_twice(make_ranks):
     ranks = make_ranks(3)
     futures = [ranks.start(index, timeout_s=0.5) for index in (0, 1, 1)]
-    expect_that_nobody_shares(futures, "not all 3 ranks met")
+    expect_that_nobody_shares(futures, "not all 3 ranks joined")
 
 
 def test_nobody_shares_with_a_process_of_another_user(make_ranks, monkeypatch, caplog):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     ranks = make_ranks(2)
     futures = [ranks.start(i) for i in range(2)]
-    wait_until(lambda: f"of user {os.getuid()}. It was turned away" in caplog.text)
+    wait_until(lambda: f"user {os.getuid()}. It received nothing" in caplog.text)
     ranks.pass_deadline(futures)
-    expect_that_nobody_shares(futures, "not all 2 ranks met")
+    expect_that_nobody_shares(futures, "not all 2 ranks joined")
 
 
 def test_nobody_shares_where_proc_shows_other_processes(make_ranks, monkeypatch):
@@ -392,7 +392,7 @@ def test_too_little_memory_is_an_error_of_the_first_rank(make_ranks):
 
     first, second = ranks.start(0, check=refuse), ranks.start(1, check=refuse)
     assert isinstance(first.exception(PATIENCE_S), ConfigError)
-    expect_that_nobody_shares([second], "another rank could not go on")
+    expect_that_nobody_shares([second], "another rank failed")
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ ANSWER_S: Final = 5.0
 class BucketTrial(TierTrial):
     """What the trial of a bucket found: what cannot be done, why, and what to do about it."""
 
-    with_rates = "a bucket that can be written and read"
+    with_rates = "a readable and writable bucket"
     denied: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
 
@@ -111,8 +111,8 @@ def check_bucket(config: TierConfig, trial: BucketTrial) -> Iterator[Finding]:
     """Judge what was found."""
     label = trial.label
     if trial.problem:
-        expected = "a bucket that can be reached and used"
-        yield unusable("tiers.bucket", trial, expected, "look at the endpoint and network")
+        expected = "a reachable and usable bucket"
+        yield unusable("tiers.bucket", trial, expected, "check the endpoint and network")
         return
     yield ok("tiers.bucket", f"{label} can be reached")
     if trial.denied:

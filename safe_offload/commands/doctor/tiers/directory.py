@@ -47,7 +47,7 @@ class DirectoryTrial(TierTrial):
         lock_problem: what is wrong with `flock`; empty if nothing is.
     """
 
-    with_rates = "a file system with room for some MiB"
+    with_rates = "a file system with a few MiB free"
     fix: str = ""
     exists: bool = True
     uid: int = 0
@@ -136,7 +136,7 @@ def _lock_problem(path: str) -> str:
             return ""
         except OSError as problem:
             return f"flock fails: {problem.strerror}"
-        return "flock gives one lock to two at once"
+        return "flock grants one lock twice"
 
 
 def check_directory(config: TierConfig, trial: DirectoryTrial) -> Iterator[Finding]:
@@ -146,20 +146,20 @@ def check_directory(config: TierConfig, trial: DirectoryTrial) -> Iterator[Findi
         yield error(
             id,
             f"{trial.label} cannot be used by user {os.geteuid()}: {trial.problem}",
-            "a directory that this user can make and write to",
-            trial.fix or "make it as the user of vLLM, with mode 0700, or mount what belongs there",
+            "a directory that this user can create and write",
+            trial.fix or "create it as vLLM's user with mode 0700, or mount the missing volume",
         )
         return
     if trial.others:
         users = ", ".join(map(str, trial.others))
         yield warning(
             id,
-            f"{trial.label} holds what belongs to user {users}; this process is user {trial.uid}",
+            f"{trial.label} contains files of user {users}; this process is user {trial.uid}",
             "one user for all engines that share a directory",
             "run them as one user, or give each user a directory",
         )
     else:
-        can = "can be written" if trial.exists else "does not exist yet and can be made"
+        can = "can be written" if trial.exists else "does not exist yet and can be created"
         yield ok(id, f"{trial.label} {can} by user {trial.uid}")
     yield _file_system(trial)
     yield _room(config, trial)
@@ -167,7 +167,7 @@ def check_directory(config: TierConfig, trial: DirectoryTrial) -> Iterator[Findi
     if trial.lock_problem:
         yield warning(
             id,
-            f"{trial.label}: {trial.lock_problem}, so `capacity` is not kept",
+            f"{trial.label}: {trial.lock_problem}, so `capacity` is not enforced",
             "a file system with flock",
             "mount it with locks, or use another one",
         )
@@ -181,19 +181,19 @@ def _file_system(trial: DirectoryTrial) -> Finding:
     if kind in NFS:
         return warning(
             id,
-            f"{is_on}, which is seldom faster than computing",
+            f"{is_on}, which is rarely faster than recomputing",
             "a local NVMe, a tmpfs, or a parallel file system",
             'place it elsewhere, or watch "tier_wait_seconds"',
         )
     if kind == "overlay":
         return warning(
             id,
-            f"{is_on}, the container's own layer, which ends with the container",
+            f"{is_on}, the container's own layer, which is lost with the container",
             "a volume that is mounted into the container",
             "mount one at this path",
         )
     if kind in MEMORY:
-        return info(id, f"{is_on}: it takes memory beside the pool, and ends with the machine")
+        return info(id, f"{is_on}: it takes memory in addition to the pool, and is lost on reboot")
     if kind in SHARED or kind.startswith("fuse"):
         return info(id, f"{is_on}: where machines share it, flock must work across them")
     return ok(id, is_on)
@@ -204,12 +204,12 @@ def _room(config: TierConfig, trial: DirectoryTrial) -> Finding:
     free = format_bytes(trial.free_bytes)
     if config.capacity_bytes is None:
         return info(id, f'no "capacity": {trial.label} grows until the disk is full; {free} free')
-    holds = f"{trial.label}: {free} free, {format_bytes(trial.held_bytes)} held already"
+    holds = f"{trial.label}: {free} free, {format_bytes(trial.held_bytes)} in use"
     if room_bytes < config.capacity_bytes:
         return warning(
             id,
             f'{holds}; "capacity" is {format_bytes(config.capacity_bytes)}',
             "room for all of it",
-            f'write "capacity": "{room_bytes * 9 // 10 // MIB}MiB" or less, or free some',
+            f'write "capacity": "{room_bytes * 9 // 10 // MIB}MiB" or less, or free space',
         )
     return ok(id, f"{holds}, of a capacity of {format_bytes(config.capacity_bytes)}")

@@ -138,7 +138,7 @@ def in_time(label: str, work: Callable[[], Trial], kind: type[Trial]) -> Trial:
         raise problems[0]
     if found:
         return found[0]
-    return kind(label=label, problem=f"{label} does not come to an end", is_down=True)
+    return kind(label=label, problem=f"{label} hangs", is_down=True)
 
 
 def unusable(id: str, trial: TierTrial, expected: str, otherwise: str) -> Finding:
@@ -154,14 +154,14 @@ def check_rates(trial: TierTrial, token_bytes: int) -> Finding:
     """Judge the rates of a tier; `token_bytes` of all ranks, 0 if the model is not known."""
     id, label = "tiers.rate", trial.label
     if trial.only_reads:
-        return info(id, f"{label}: not tried, because nothing may be written")
+        return info(id, f"{label}: not measured, because it is read-only")
     write, read = trial.write_bytes_per_s / 1e9, trial.read_bytes_per_s / 1e9
     if not (write and read):
         return warning(
             id,
-            f"{label}: no object could be written and read again",
+            f"{label}: no object could be written and read back",
             trial.with_rates,
-            "look at the other findings of this tier",
+            "see the other findings of this tier",
         )
     found = f"{label}: objects are written at {write:.2g} GB/s and read at {read:.2g} GB/s"
     if token_bytes:

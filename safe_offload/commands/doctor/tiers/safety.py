@@ -30,24 +30,23 @@ def check_safety(config: TierConfig) -> Iterator[Finding]:
     is_here = bool(place.path) or _is_here(place.host)
     if place.scheme in ("redis", "rediss", "unix"):
         is_plain = place.scheme == "redis" and not is_here
-        fix = 'give the server a certificate, and write rediss:// and its authority in "ca_file"'
+        fix = 'give the server a certificate, use rediss://, and set "ca_file" to its CA'
     else:
         is_here = False  # its operator can write to it
         is_plain = endpoint.scheme.lower() == "http" and not _is_here(endpoint.hostname or "")
-        fix = 'write https:// in "endpoint"'
+        fix = 'use https:// in "endpoint"'
     if is_plain:
         yield warning(
             "tiers.tls",
-            f"{label} is used without TLS: whoever is in its network can read and change what is "
-            "sent",
-            "TLS on the way to another machine",
+            f"{label} is used without TLS: anyone on its network can read and alter traffic",
+            "TLS between machines",
             fix,
         )
     if config.hmac_key_file is None and not is_here:
         yield warning(
             "tiers.key",
-            f"objects of {label} have no seal: who can write there can change what is answered",
-            "a key of your own",
+            f"objects of {label} are not sealed: anyone who can write there can change answers",
+            "a sealing key",
             "`openssl rand -hex 32 > hmac.key`, and name the file in "
             '"hmac_key_file" of all tiers of all engines that share',
         )
@@ -58,8 +57,8 @@ def check_user(*, is_root: bool) -> Iterator[Finding]:
     if is_root:
         yield warning(
             "tiers.user",
-            "this is root: an engine that runs so has the rights of the whole machine or container",
-            "a user of its own for the engine, who may read its secrets",
+            "this is root: an engine running as root has full rights on the machine or container",
+            "a dedicated user for the engine, who can read its secrets",
             "run vLLM as another user; examples/kubernetes/deployment.yaml shows how",
         )
 
@@ -69,7 +68,7 @@ def _password(config: TierConfig) -> Iterator[Finding]:
     if config.location.password:
         yield warning(
             "tiers.password",
-            f"the url of {label} has a password in it, which vLLM writes to its log",
+            f"the url of {label} contains a password, which vLLM logs",
             "a password in a file",
             'put it into a file, and write "password_file": "/run/secrets/valkey" beside the url',
         )
@@ -79,9 +78,9 @@ def _password(config: TierConfig) -> Iterator[Finding]:
     if "".join(filter(str.isalpha, password)).lower() in _EXAMPLES:
         yield warning(
             "tiers.example",
-            f"the password of {label} is that of an example, which everybody knows",
-            "a password that nobody can guess",
-            "make one with `openssl rand -hex 32`, for the server and for its engines",
+            f"the password of {label} is a well-known example",
+            "a random password",
+            "create one with `openssl rand -hex 32`, for the server and its engines",
         )
 
 

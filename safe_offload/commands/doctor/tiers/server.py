@@ -74,7 +74,7 @@ class ServerTrial(TierTrial):
             the code of the answer.
     """
 
-    with_rates = "a server with room for some MiB that answers in time"
+    with_rates = "a responsive server with a few MiB free"
     version: str = ""
     num_nodes: int = 1
     is_cluster: bool = False
@@ -231,13 +231,13 @@ def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
     """Judge what was found."""
     label = trial.label
     if trial.problem:
-        expected = "a server that can be reached and logged in to"
-        yield unusable("tiers.server", trial, expected, "look whether the server hangs")
+        expected = "a reachable server that accepts the login"
+        yield unusable("tiers.server", trial, expected, "check whether the server hangs")
         return
     nodes = f", a cluster of {trial.num_nodes} nodes with keys" if trial.num_nodes > 1 else ""
     yield ok(
         "tiers.server",
-        f"{label} can be reached and logged in to: {trial.version or 'a server'}{nodes}",
+        f"{label} is reachable and accepts the login: {trial.version or 'a server'}{nodes}",
     )
     yield _access(trial)
     yield from _memory(trial)
@@ -246,40 +246,40 @@ def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
         yield warning(
             "tiers.persistence",
             f"{label} writes to disk: {' and '.join(trial.persistence)}",
-            "none: a cache fills again, and a fork can take as much memory again",
+            "no persistence: a cache refills, and a fork can double the memory use",
             'set save "" and appendonly no',
         )
     elif trial.persistence is not None:
-        yield ok("tiers.persistence", f"{label} writes nothing to disk, as far as it tells")
+        yield ok("tiers.persistence", f"{label} reports no persistence")
     if trial.unseen:
         yield info(
             "tiers.unseen",
-            f"{label} does not tell this user everything: {', '.join(trial.unseen)}; a user with "
-            "+info +config|get sees it",
+            f"{label} hides some settings from this user: {', '.join(trial.unseen)}; a user with "
+            "+info +config|get sees them",
         )
 
 
 def _access(trial: ServerTrial) -> Finding:
     id, codes = "tiers.access", set(trial.denied.values())
     if not trial.denied:
-        return ok(id, f"{trial.label} lets this user read, write and delete")
+        return ok(id, f"{trial.label} allows this user to read, write and delete")
     if trial.only_reads:
         return info(
             id,
-            f"{trial.label} lets this user read, and write nothing: this engine loads what others "
-            "have stored there, and stores nothing itself",
+            f"{trial.label} allows this user only to read: this engine loads what others store "
+            "there, and stores nothing",
         )
     denied = ", ".join(f"{name.upper()} ({code})" for name, code in trial.denied.items())
-    fix = "look at the log of the server"
+    fix = "check the server's log"
     if "NOPERM" in codes:
         denied_to_user = [name for name, code in trial.denied.items() if code == "NOPERM"]
         fix = f"give the user of the url ~{ALL_KEYS} {allowing(denied_to_user)}"
     elif "OOM" in codes:
-        fix = f"raise maxmemory, and set maxmemory-policy {_LRU}, so that it makes room itself"
+        fix = f"raise maxmemory, and set maxmemory-policy {_LRU}, so that it evicts"
     elif "READONLY" in codes:
         fix = "name the primary in the url, not a replica"
     kind = error if _without_use(trial.denied, trial.is_cluster) else warning
-    return kind(id, f"{trial.label} refuses {denied}", "all that the tier sends", fix)
+    return kind(id, f"{trial.label} refuses {denied}", "all commands of the tier", fix)
 
 
 def _memory(trial: ServerTrial) -> Iterator[Finding]:
@@ -290,8 +290,8 @@ def _memory(trial: ServerTrial) -> Iterator[Finding]:
     if trial.maxmemory_bytes == 0:
         yield warning(
             id,
-            f"{trial.label} has no maxmemory, and uses {used}: it grows until its machine has no "
-            "memory left",
+            f"{trial.label} has no maxmemory, and uses {used}: it grows until its machine runs "
+            "out of memory",
             "a limit below the memory of its machine or container",
             "set maxmemory to nine tenths of that memory",
         )
@@ -314,27 +314,31 @@ def _overfull(id: str, trial: ServerTrial, node: Overfull) -> Finding:
     return warning(
         id,
         found,
-        "a maxmemory above what is used",
-        f"raise maxmemory to at least {-(-node.used_bytes // MIB)}mb, and more for what is to be "
-        f"kept; with maxmemory-policy {_LRU} it makes room itself, but not of buffers",
+        "a maxmemory above the memory in use",
+        f"raise maxmemory to at least {-(-node.used_bytes // MIB)}mb, plus room for the cache; "
+        f"maxmemory-policy {_LRU} evicts keys, but not buffers",
     )
 
 
 def _eviction(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
     id = "tiers.eviction"
     fix = f"set maxmemory-policy {_LRU}"
-    expected = "what was not used for longest goes first"
+    expected = "least recently used eviction"
     for policy in trial.policies:
         found = f"{trial.label} has the policy {policy}"
         if policy == "noeviction":
-            found += ": once it is full, nothing new is stored"
+            found += ": once it is full, it rejects writes"
             yield warning(id, found, expected, fix)
         elif policy.startswith("volatile") and config.ttl_s is None:
-            found += ', which evicts nothing without a time to live, and there is no "ttl"'
-            yield warning(id, found, expected, f'{fix}, or write a "ttl" into the tier')
+            found += ', which evicts only keys with a time to live, and "ttl" is not set'
+            yield warning(id, found, expected, f'{fix}, or set a "ttl" for the tier')
         elif policy.endswith("random"):
-            found += ", which also evicts what is in use"
+            found += ", which also evicts hot keys"
             yield warning(id, found, expected, fix)
         else:
-            so_far = "" if trial.num_evicted is None else f"; {trial.num_evicted:,} keys so far"
+            so_far = (
+                ""
+                if trial.num_evicted is None
+                else (f"; {trial.num_evicted:,} keys evicted so far")
+            )
             yield ok(id, f"{found}{so_far}")

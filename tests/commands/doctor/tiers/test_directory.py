@@ -71,13 +71,13 @@ def test_what_another_user_stored(tmp_path):
     trial = try_directory(TierConfig(Location("file", str(tmp_path))))
     assert trial.others == (4711,)
     found = check(others=trial.others)
-    assert "belongs to user 4711" in wrong(list(found.values()))["tiers.directory"].found
+    assert "contains files of user 4711" in wrong(list(found.values()))["tiers.directory"].found
 
 
 def test_a_sound_tier():
     found = check()
     assert not wrong(list(found.values()))
-    assert "80.00 GiB free, 20.00 GiB held already" in found["tiers.room"].found
+    assert "80.00 GiB free, 20.00 GiB in use" in found["tiers.room"].found
     assert "30518 tokens a second" in found["tiers.rate"].found
 
 
@@ -115,7 +115,9 @@ def test_the_type_of_a_file_system(tmp_path):
 
 def test_a_lock_that_does_not_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(tier_directory.fcntl, "flock", lambda *_: None)
-    assert "two at once" in try_directory(TierConfig(Location("file", str(tmp_path)))).lock_problem
+    assert (
+        "one lock twice" in try_directory(TierConfig(Location("file", str(tmp_path)))).lock_problem
+    )
 
 
 def test_the_command_tries_every_tier(tmp_path, monkeypatch):
