@@ -32,6 +32,6 @@ NAMES = COUNTER_NAMES | HISTOGRAM_NAMES | GAUGE_NAMES
 
 
 def rows(kind: str) -> set[str]:
-    """Return the names in the first columns of the page's tables of this kind."""
-    tables = re.findall(rf"^\| {kind} \|.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    return {name for table in tables for name in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
+    """Return the names that begin the items of the page's lists of this kind."""
+    lists = re.findall(rf"^\*\*{kind}s\*\*.*\n\n((?:- .*\n)+)", PAGE, re.IGNORECASE | re.MULTILINE)
+    return {name for items in lists for name in re.findall(r"^- `(\w+)`: ", items, re.MULTILINE)}
