@@ -28,7 +28,7 @@ def test_the_page_has_every_alert() -> None:
     alerts = {
         rule["alert"]: rule["labels"]["severity"] for rule in group["rules"] if "alert" in rule
     }
-    assert dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE)) == alerts
+    assert dict(re.findall(r"^- `(\w+)` \((\w+)\): ", PAGE, re.MULTILINE)) == alerts
 
 
 def test_queries_are_about_metrics_that_exist_and_of_what_is_chosen() -> None:
