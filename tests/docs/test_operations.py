@@ -76,9 +76,9 @@ def test_every_warning_and_error_is_explained(where, words):
 
 
 def quoted() -> list[str]:
-    """What the page says that a log has: the first cells of its tables, and what is a bug."""
+    """What the page says that a log has: first cells, heads of items, and what is a bug."""
     cells = re.findall(r"^\| (.*?) \|", LOG_LINES.partition("## Why a transfer")[0], re.MULTILINE)
-    cells += re.findall(r"^\| (.*?) \|", LOG_LINES.partition("## Startup errors")[2], re.MULTILINE)
+    cells += re.findall(r"^- ((?:`[^`]*`|[^`:])+): ", LOG_LINES, re.MULTILINE)
     cells += [re.findall(r"### Bugs, contained\n\n(.*?)\n\n", LOG_LINES, re.DOTALL)[0]]
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
