@@ -119,6 +119,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: StatsReporter | ServedStats = StatsReporter(self._counters, {})
         self._served: ServedStats | None = None
         self._is_watched = self._config.verify_invariants
+        parallel = vllm_config.parallel_config
+        self._is_beside_worker = engine_config.is_worker_beside_scheduler(parallel)
         self._clock = monotonic
         self.adapters = Adapters()
         self.model_loads = MODEL_LOADS
@@ -138,6 +140,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             allow_resets_under_loads()
         else:
             self.side = self.worker = self._make_worker()
+        self._does_more = self._is_watched or self._is_beside_worker
 
     def _prepare_planner(self) -> Callable[[GpuBlocks], Planner]:
         """Check everything, and return what makes the planner once vLLM has its blocks."""
@@ -216,8 +219,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 namespace_facts_of, self._vllm_config, self._kv_cache_config
             ),
         )
-        is_beside_scheduler = engine_config.is_worker_beside_scheduler(parallel)
-        return WorkerBridge(opening, is_beside_scheduler=is_beside_scheduler)
+        return WorkerBridge(opening, is_beside_scheduler=self._is_beside_worker)
 
     def _contain(self, hook: str, error: Exception, report: object = None) -> None:
         if self._config.verify_invariants and isinstance(error, InvariantError):
@@ -322,15 +324,22 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._num_model_loads != self.model_loads.count:
             self._model_has_loaded()  # before anything is published
-        report = connector_output.kv_connector_worker_meta
         try:
-            if isinstance(report, StepReport):
-                report = connector_output.kv_connector_worker_meta = report.completed()
-            self.scheduler.update_connector_output(connector_output)
-            if self._is_watched:
-                self._watch(connector_output)
+            if self._does_more:
+                self._update(connector_output)
+            else:
+                self.scheduler.update_connector_output(connector_output)
         except Exception as error:
+            report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
+
+    def _update(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            connector_output.kv_connector_worker_meta = report.completed()
+        self.scheduler.update_connector_output(connector_output)
+        if self._is_watched:
+            self._watch(connector_output)
 
     def _watch(self, connector_output: KVConnectorOutput) -> None:
         """Do what only some configurations need after each report of the workers."""

@@ -90,7 +90,7 @@ def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str
         "gpu_pools": f"{pool.num_slots / max(1, pool.num_gpu):.1f}",
         "groups": str(pool.num_groups),
     }
-    fate = "end their request with an error" if policy == "fail" else "is recomputed"
+    fate = "end their request with an error" if policy == "fail" else "are recomputed"
     sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
     logger.info(
         "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, failed loads "

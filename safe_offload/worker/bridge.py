@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.errors import TransferError
@@ -271,15 +270,12 @@ class WorkerBridge(WorkerSide):
                 capacities = (Capacity(self._rank, num_slots),)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
         has_settled = self._outcomes or self._bad_slots or self._presences
-        later = None
         if self._is_beside_scheduler and (has_settled or self._is_loading):
-            later = self.report_settled
-        elif not (has_settled or capacities or lost or facts):
+            return StepReport((), capacities, (), lost, facts, later=self.report_settled)
+        if not (has_settled or capacities or lost or facts):
             return None
-        settled = StepReport() if later else self.report_settled()
-        return replace(
-            settled, capacities=capacities, lost_ranks=lost, host_facts=facts, later=later
-        )
+        outcomes, bad_slots, presences = self._take_settled()
+        return StepReport(outcomes, capacities, bad_slots, lost, facts, presences)
 
     def report_settled(self) -> StepReport:
         """Return what has settled, up to this moment if a load runs, and was not reported.
@@ -290,9 +286,15 @@ class WorkerBridge(WorkerSide):
         """
         if self.opened is not None and self._is_beside_scheduler and self._is_loading:
             self._drain(self.opened)
-        settled = tuple(self._outcomes), (), tuple(self._bad_slots), (), (), tuple(self._presences)
+        outcomes, bad_slots, presences = self._take_settled()
+        return StepReport(outcomes, bad_slots=bad_slots, presences=presences)
+
+    def _take_settled(
+        self,
+    ) -> tuple[tuple[Outcome, ...], tuple[BadSlots, ...], tuple[Presence, ...]]:
+        taken = tuple(self._outcomes), tuple(self._bad_slots), tuple(self._presences)
         self._outcomes, self._bad_slots, self._presences = [], [], []
-        return StepReport(*settled)
+        return taken
 
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took.
