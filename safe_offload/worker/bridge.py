@@ -157,8 +157,8 @@ class WorkerBridge(WorkerSide):
             self.opened.transfers.take_copied()
         if not has_ended:
             logger.error(
-                "A copy timed before the first step did not end; every lookup misses. "
-                "Fix: check for a hung device, and restart."
+                "A copy timed before the first step did not end. Offloading is off until the "
+                "server is restarted; vLLM serves without host hits. Fix: check for a hung device."
             )
             self._is_lost = True
             self.shutdown()

@@ -137,19 +137,17 @@ class SelfTest:
         Raises:
             GivenUpError: something is about to run.
         """
-        before, self._timed = self._timed, []
+        before = self._timed
         self._deadline_s = time.monotonic() + TIMEOUT_S
         try:
             with self._backend.undisturbed():
                 self._time_choices()
+            if before:
+                pairs = zip(before, self._timed, strict=True)
+                self._timed = [min(pair, key=lambda timed: timed.seconds) for pair in pairs]
         finally:
-            found = self._timed or before
-            if len(found) == len(before):
-                pairs = zip(before, found, strict=True)
-                found = [min(pair, key=lambda timed: timed.seconds) for pair in pairs]
-            self._timed = found
-            self._backend.use(tuple(self._sound), found)
-        times = zip(found, before, strict=False)
+            self._backend.use(tuple(self._sound), self._timed)
+        times = zip(self._timed, before, strict=False)
         if any(new.seconds < FASTER * old.seconds for new, old in times):
             rates = ", ".join(self._rates())
             logger.info("Measured copies of scattered blocks again while idle: %s.", rates)
