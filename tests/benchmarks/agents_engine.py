@@ -27,6 +27,7 @@ from safe_offload.commands.bench.report import (
     Report,
     describe_machine,
     median_and_spread,
+    percentile,
     publish,
     table,
 )
@@ -39,7 +40,7 @@ from tests.gpu import shapes
 BEGIN_S = 0.2
 """One user after another begins: all of them soon are under way together."""
 POOL_SHARE = 1 / 3
-PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+PERCENTILES = (50, 90, 99)
 TOKENS = {
     "tokens computed": "local_compute",
     "from the GPU": "local_cache_hit",
@@ -154,7 +155,7 @@ def make_report(
     for engine, rounds in found.items():
         for one in rounds:
             times = {"mean": statistics.fmean(one.first_s)}
-            times |= {name: percentile(one.first_s, part) for name, part in PERCENTILES.items()}
+            times |= {f"p{each}": percentile(one.first_s, each) for each in PERCENTILES}
             named = {f"first token, {name}": value for name, value in times.items()}
             named |= {"whole answer": statistics.fmean(one.whole_s), "all": one.took_s}
             named |= {"requests": len(one.first_s), **one.tokens}
@@ -173,11 +174,6 @@ def make_report(
     given = asdict(options) | {"users": arguments.users, "scale": arguments.scale}
     told = {"samples": samples, "requests_per_s": throughput}
     return Report(__doc__ or "", [*sections, *left_out], told, given, machine)
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value that a part of them does not exceed."""
-    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
 def to_turns(user: int, conversation: Conversation) -> list[Turn]:
@@ -225,10 +221,14 @@ def replay(engine: Any, asked: Asked) -> Replayed:
                     asked_s, user, turn = live.pop(output.request_id)
                     found.first_s.append(first_s[output.request_id] - asked_s)
                     found.whole_s.append(now_s - asked_s)
-                    row = {"user": user, "turn": turn, "asked_s": round(asked_s, 4)}
-                    row |= {"prompt_tokens": len(users[user][turn][1])}
-                    row |= {"first_s": round(found.first_s[-1], 4)}
-                    row |= {"whole_s": round(found.whole_s[-1], 4)}
+                    row = {
+                        "user": user,
+                        "turn": turn,
+                        "asked_s": round(asked_s, 4),
+                        "prompt_tokens": len(users[user][turn][1]),
+                        "first_s": round(found.first_s[-1], 4),
+                        "whole_s": round(found.whole_s[-1], 4),
+                    }
                     print(json.dumps(row), file=told, flush=True)
                     if turn + 1 < len(users[user]):
                         heapq.heappush(due, (now_s + users[user][turn + 1][0], user, turn + 1))

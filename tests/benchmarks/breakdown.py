@@ -21,14 +21,13 @@ from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_option
 from safe_offload.commands.bench.engine_process import EngineProcess, Question, generate
 from safe_offload.commands.bench.engine_report import NUM_PROMPTS
 from safe_offload.commands.bench.report import Report, describe_machine, publish, table
-from tests.benchmarks.engine_watch import start_watching
+from tests.benchmarks.engine_watch import MATCHED, PLANNED, SETTLED, start_watching
 from tests.benchmarks.engines import TIMEOUT_S, ours, with_model
 from tests.gpu import shapes
 
 PROBE = "tests.gpu.weights.Probe"
 WATCHED = "tests.benchmarks.watched"
 """Has our connector; imported by name, as vLLM imports it: here it would change vLLM."""
-MATCHED, PLANNED, SETTLED = "matched", "planned", "settled"
 HOST_HIT, GPU_HIT = "host hit", "GPU hit"
 SPANS = (
     FRONT := "front end, until the scheduler has it",

@@ -29,9 +29,10 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,9 +177,13 @@ def note(samples: Samples, engine: str, **figures: float) -> None:
 # ---- the scenarios -------------------------------------------------------------------------------
 
 
-def measure_return(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+def measure_on(
+    scenario: Callable[..., Found], options: BenchOptions, names: Sequence[str], folder: Path
+) -> Found:
+    """Run a scenario that takes running engines on some of its own."""
     with running(names, options, folder) as (engines, absent):
-        return return_on(engines, options)._replace(absent=absent)
+        found: Found = scenario(engines, options)
+        return found._replace(absent=absent)
 
 
 def return_on(
@@ -276,11 +281,6 @@ def forget(engine: Any, _: None) -> None:
         time.sleep(SETTLE_S)
 
 
-def measure_ranks(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
-    with running(names, options, folder) as (engines, absent):
-        return return_on(engines, options, looks_at_memory=True)._replace(absent=absent)
-
-
 def shared_bytes(_engine: Any, _: None) -> tuple[int, int]:
     """Return what all processes of an engine map of shared host memory: in sum, and once.
 
@@ -293,11 +293,6 @@ def shared_bytes(_engine: Any, _: None) -> tuple[int, int]:
             for name in kib:
                 kib[name] += sum(map(int, re.findall(rf"^{name}: +(\d+)", part, re.M)))
     return kib["Rss"] << 10, kib["Pss"] << 10
-
-
-def measure_busy(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
-    with running(names, options, folder) as (engines, absent):
-        return busy_on(engines, options)._replace(absent=absent)
 
 
 def busy_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Found:
@@ -464,11 +459,12 @@ def terminate(engine: Any, _: None) -> float:
     return time.perf_counter() - begin_s
 
 
-SCENARIOS = {
-    "return": measure_return,
+ON_ENGINES = {"return": return_on, "busy": busy_on}
+"""Scenarios for engines that run for others, too."""
+SCENARIOS: dict[str, Callable[..., Found]] = {
+    **{name: partial(measure_on, scenario) for name, scenario in ON_ENGINES.items()},
     "ends": measure_ends,
-    "ranks": measure_ranks,
-    "busy": measure_busy,
+    "ranks": partial(measure_on, partial(return_on, looks_at_memory=True)),
     "locking": measure_locking,
     "restart": measure_restart,
     "preempted": measure_preempted,
@@ -476,8 +472,6 @@ SCENARIOS = {
     "soak": measure_soak,
     "sigterm": measure_sigterm,
 }
-ON_ENGINES = {"return": return_on, "busy": busy_on}
-"""Scenarios for engines that run for others, too."""
 
 
 # ---- the report ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 
 from safe_offload.commands.bench.engine_process import Answer, Question, answer
 
+MATCHED, PLANNED, SETTLED = "matched", "planned", "settled"
 ONE_COPY_BYTES = 256 << 20
 ONE_COPY_TIMES = 9
 
@@ -136,6 +137,29 @@ def _note_calls(owner: type, name: str, note: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, noted)
+
+
+def watch_hooks(connector: Any, moments: list[tuple[str, float]]) -> None:
+    """Note when hooks of a connector's scheduler side end.
+
+    `SETTLED` only if the workers have told of a transfer's end.
+    """
+
+    def watch(hook: str, name: str) -> None:
+        method: Callable[..., Any] = getattr(connector, hook)
+
+        def noted(*what: Any) -> Any:
+            found = method(*what)
+            report = what[0].kv_connector_worker_meta if name == SETTLED else None
+            if name != SETTLED or (report is not None and report.outcomes):
+                moments.append((name, time.monotonic()))
+            return found
+
+        setattr(connector, hook, noted)
+
+    watch("get_num_new_matched_tokens", MATCHED)
+    watch("build_connector_meta", PLANNED)
+    watch("update_connector_output", SETTLED)
 
 
 def time_one_copy(storage: Any, host: Any, size_bytes: int) -> float:

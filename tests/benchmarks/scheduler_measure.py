@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from safe_offload.commands.bench.report import percentile
 from tests.benchmarks.scheduler_engine import SchedulerClock, Sizes, make_engine, serve
 from tests.benchmarks.scheduler_probe import (
     Counts,
@@ -97,11 +98,6 @@ class Timing:
 
 
 Answers = dict[str, list[int]]
-
-
-def percentile(samples: Sequence[float], percent: int) -> float:
-    """Return the smallest sample that is at least as large as this share of them."""
-    return sorted(samples)[max(0, -(-len(samples) * percent // 100) - 1)]
 
 
 def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:

@@ -11,7 +11,7 @@ import dataclasses
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,8 @@ from safe_offload.tiers.namespace.namespace import NamespaceFacts
 from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.opening import Opening
-from tests.benchmarks.breakdown import MATCHED, PLANNED, SETTLED, Seen
-from tests.benchmarks.engine_watch import Recorder
+from tests.benchmarks.breakdown import Seen
+from tests.benchmarks.engine_watch import Recorder, watch_hooks
 from tests.simulator.stepper import Stepper
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config, runner_output
 from tests.worker.copies.fake_device import FakeGpu
@@ -77,9 +77,7 @@ class StandIn(Stepper):
         self.recorder = Recorder()
         self.recorder.watch_copies()
         self.moments: list[tuple[str, float]] = []
-        self._note("get_num_new_matched_tokens", MATCHED)
-        self._note("build_connector_meta", PLANNED)
-        self._note("update_connector_output", SETTLED)
+        watch_hooks(self.connector, self.moments)
         self.worker = SafeCPUOffloadConnector(
             make_config(case.shape), KVConnectorRole.WORKER, make_kv_cache_config(case.shape)
         )
@@ -150,19 +148,6 @@ class StandIn(Stepper):
         self.recorder.steps.append([begin_s, time.monotonic(), num_tokens])
         ids = list(scheduled.num_scheduled_tokens)
         return runner_output(ids, [[1]] * len(ids), output)
-
-    def _note(self, hook: str, name: str) -> None:
-        connector = self.connector
-        method: Callable[..., Any] = getattr(connector, hook)
-
-        def noted(*what: Any) -> Any:
-            found = method(*what)
-            report = what[0].kv_connector_worker_meta if name == SETTLED else None
-            if name != SETTLED or (report is not None and report.outcomes):
-                self.moments.append((name, time.monotonic()))
-            return found
-
-        setattr(connector, hook, noted)
 
     def _opening(self) -> Opening:
         case = self._case

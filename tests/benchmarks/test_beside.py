@@ -15,16 +15,13 @@ from tests.benchmarks.__main__ import main
 from tests.benchmarks.beside import costs, median_step_s
 from tests.benchmarks.breakdown import (
     COPY,
-    MATCHED,
-    PLANNED,
-    SETTLED,
     SPANS,
     Load,
     Seen,
     load_of,
     spans,
 )
-from tests.benchmarks.engine_watch import Recorder
+from tests.benchmarks.engine_watch import MATCHED, PLANNED, SETTLED, Recorder
 from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
 from tests.benchmarks.one_memory import measure
 from tests.benchmarks.transfer_cases import Case, Traffic

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from safe_offload.commands.bench.engine import BenchOptions
+from safe_offload.commands.bench.report import percentile
 from safe_offload.config.options import OffloadConfig
 from tests.benchmarks import agents_engine, connectors
-from tests.benchmarks.agents_engine import Replayed, percentile
+from tests.benchmarks.agents_engine import Replayed
 from tests.simulator.peers import PeerEngine, peer_shape
 
 BYTES = 1 << 20
@@ -36,8 +37,8 @@ def test_ours_has_the_settings_of_the_command_line_too():
 
 def test_a_percentile_is_a_value_that_was_measured():
     values = [float(n) for n in range(100, 0, -1)]
-    assert [percentile(values, part) for part in (0.5, 0.9, 0.99)] == [50.0, 90.0, 99.0]
-    assert percentile([7.0], 0.99) == 7.0
+    assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]
+    assert percentile([7.0], 99) == 7.0
 
 
 def test_agents_are_told_by_percentiles_and_by_vllms_own_counters():

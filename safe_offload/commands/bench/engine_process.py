@@ -199,6 +199,8 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
     """Start the engine, then answer questions until told to stop."""
     from vllm import LLM
 
+    from safe_offload.compat.engine_config import is_worker_beside_scheduler
+
     start = time.perf_counter()
     engine = LLM(**_fit_model_len(options))
     vllm_config = engine.llm_engine.vllm_config
@@ -209,7 +211,7 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
         max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
         max_model_len=vllm_config.model_config.max_model_len,
         block_size=cache_config.block_size,
-        spin_s=SPIN_S if _has_workers(vllm_config.parallel_config) else 0.0,
+        spin_s=0.0 if is_worker_beside_scheduler(vllm_config.parallel_config) else SPIN_S,
     )
     # An end of the pipe that is gone means that the benchmark is, and this process waits for its
     # engine's when it ends: an engine that is not told to end would live for ever.
@@ -220,11 +222,6 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
             connection.send((False, function(engine, question)))
     # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
     engine.llm_engine.engine_core.shutdown(timeout=30.0)
-
-
-def _has_workers(parallel_config: Any) -> bool:
-    """Whether the engine has workers in processes of their own."""
-    return bool(parallel_config.distributed_executor_backend != "uni")
 
 
 def _fit_model_len(options: EngineOptions) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from safe_offload.commands.bench.engine_process import (
     EngineOptions,
     Turns,
     _answer_calls,
-    _has_workers,
 )
+from safe_offload.compat.engine_config import is_worker_beside_scheduler
 
 
 class Clock:
@@ -50,9 +50,9 @@ def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning():
 def test_only_workers_in_processes_of_their_own_spin():
     """On one GPU the worker is the engine itself: a turn began 1.2 s late for nothing."""
     config = MagicMock(distributed_executor_backend="uni")
-    assert not _has_workers(config)
+    assert is_worker_beside_scheduler(config)
     config.distributed_executor_backend = "mp"
-    assert _has_workers(config)
+    assert not is_worker_beside_scheduler(config)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ NOT_PACKED = ("*.so", "vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "vllm/entr
               "vllm/benchmarks/*", "*/RECORD", "*.pyi", "*.data/*")  # fmt: skip
 NEVER_USED = ("*/__pycache__/*", "*.pyi", "bin/*", "*/tests/*.py", "*.dist-info/RECORD", "*.a")
 MANYLINUX = (1, 2014, *(f"_2_{minor}" for minor in (17, 24, 26, 27, 28, 31)))
+PLATFORMS = [word for one in MANYLINUX for word in ("--platform", f"manylinux{one}_x86_64")]
 LIMIT_BYTES = 64 << 20
 """What such a machine takes of files with a command."""
 
@@ -73,9 +74,8 @@ def stripped(library: bytes) -> bytes:
 def download(version: str, vllm: str, wheels: Path) -> None:
     """Get the wheels for the Python of the other machine; what is there stays."""
     where = ["--only-binary=:all:", "--python-version", version, "--implementation", "cp"]
-    where += [word for one in MANYLINUX for word in ("--platform", f"manylinux{one}_x86_64")]
     wanted = ["-r", str(HERE / "packages.txt"), f"vllm=={vllm}"]
-    pip("download", "--no-deps", *where, "-d", str(wheels), *wanted)
+    pip("download", "--no-deps", *where, *PLATFORMS, "-d", str(wheels), *wanted)
 
 
 def files_of_vllm(wheel: Path, arch: int) -> tuple[Files, Files]:
@@ -98,9 +98,8 @@ def files_of_packages(version: str, wheels: Path) -> Files:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         where = ["--target", name, "--python-version", version, "--only-binary=:all:"]
-        where += [word for one in MANYLINUX for word in ("--platform", f"manylinux{one}_x86_64")]
         where += ["--no-index", "--no-compile", "--find-links", str(wheels)]
-        pip("install", "--no-deps", *where, "-r", str(HERE / "packages.txt"))
+        pip("install", "--no-deps", *where, *PLATFORMS, "-r", str(HERE / "packages.txt"))
         # Ours is made by this Python; its one library is for any (abi3).
         pip("install", "--no-deps", "--no-compile", "--target", name, str(ROOT))
         for path in Path(name).rglob("*"):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import re
 import sys
 import tempfile
 import traceback
@@ -21,6 +20,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 THERE = ("torch", "transformers", "cupy", "pytest", "pytest-timeout", "numpy", "scipy", "pandas",
          "matplotlib", "pillow", "psutil", "requests", "aiohttp", "einops", "sentencepiece",
@@ -64,7 +66,7 @@ def needed_by(names: tuple[str, ...]) -> set[str]:
     """Return packages with all that they need, of those that are here."""
     found, left = set[str](), [*names]
     while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        name = canonicalize_name(left.pop())
         if name in found:
             continue
         found.add(name)
@@ -72,7 +74,7 @@ def needed_by(names: tuple[str, ...]) -> set[str]:
             needs = importlib.metadata.requires(name) or ()
         except importlib.metadata.PackageNotFoundError:
             continue
-        left += [re.split(r"[ ;<>=!~\[(]", one)[0] for one in needs if "extra ==" not in one]
+        left += [Requirement(one).name for one in needs if "extra ==" not in one]
     return found
 
 
@@ -81,7 +83,7 @@ def hide_what_will_not_be_there() -> None:
     there, visible = needed_by(THERE), set[str]()
     hidden = set[str]()
     for one in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower()
+        name = canonicalize_name(one.metadata["Name"])
         tops = {str(file).partition("/")[0].partition(".")[0] for file in one.files or ()}
         is_packed = Path(str(one.locate_file(""))).resolve() in packed
         (visible if is_packed or name in there else hidden).update(tops)
