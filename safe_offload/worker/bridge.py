@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.errors import TransferError
@@ -274,8 +275,8 @@ class WorkerBridge(WorkerSide):
             return StepReport((), capacities, (), lost, facts, later=self.report_settled)
         if not (has_settled or capacities or lost or facts):
             return None
-        outcomes, bad_slots, presences = self._take_settled()
-        return StepReport(outcomes, capacities, bad_slots, lost, facts, presences)
+        settled = self.report_settled()
+        return replace(settled, capacities=capacities, lost_ranks=lost, host_facts=facts)
 
     def report_settled(self) -> StepReport:
         """Return what has settled, up to this moment if a load runs, and was not reported.
@@ -286,15 +287,9 @@ class WorkerBridge(WorkerSide):
         """
         if self.opened is not None and self._is_beside_scheduler and self._is_loading:
             self._drain(self.opened)
-        outcomes, bad_slots, presences = self._take_settled()
-        return StepReport(outcomes, bad_slots=bad_slots, presences=presences)
-
-    def _take_settled(
-        self,
-    ) -> tuple[tuple[Outcome, ...], tuple[BadSlots, ...], tuple[Presence, ...]]:
-        taken = tuple(self._outcomes), tuple(self._bad_slots), tuple(self._presences)
+        settled = tuple(self._outcomes), (), tuple(self._bad_slots), (), (), tuple(self._presences)
         self._outcomes, self._bad_slots, self._presences = [], [], []
-        return taken
+        return StepReport(*settled)
 
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took.
