@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from safe_offload.compat import base, engine_config, media_ids, specs
+from safe_offload.compat import base, engine_config, specs
 from safe_offload.compat.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -27,24 +27,15 @@ from safe_offload.compat.base import (
 )
 from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.compat.resets import allow_resets_under_loads
-from safe_offload.config.options import ADAPTIVE, OffloadConfig
-from safe_offload.config.tenants import TenantsFile
+from safe_offload.compose import Composition
+from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.observe.served import ServedStats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan, StepReport
 from safe_offload.scheduler.blocks import GpuBlocks
-from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
-from safe_offload.scheduler.cache.slots import SlotPool
-from safe_offload.scheduler.cache.tenants import TenantSlots
-from safe_offload.scheduler.eviction.policies import POLICIES
-from safe_offload.scheduler.guided import planner_class
-from safe_offload.scheduler.loads.hits import HostHits
-from safe_offload.scheduler.node.slots import NodeSlots
-from safe_offload.scheduler.planner import Planner, PlannerOptions
-from safe_offload.scheduler.tiers.tiered_hits import TieredHits
+from safe_offload.scheduler.planner import Planner
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
 from safe_offload.start.last_words import telling
@@ -59,10 +50,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(f"vllm.{__name__}")
+    from safe_offload.scheduler.cache.events import KvEvents
 
-STORES_FACTOR = 4
-"""Stores that wait to be copied hold at most this many times `max_inflight_bytes`."""
+logger = logging.getLogger(f"vllm.{__name__}")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -125,7 +115,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.adapters = Adapters()
         self.model_loads = MODEL_LOADS
         self._num_model_loads = MODEL_LOADS.count
-        self._events: KvEvents | NoEvents = NO_EVENTS
+        self._events: KvEvents | None = None
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.scheduler = SchedulerSide()
         self.worker = WorkerSide()
@@ -146,58 +136,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Check everything, and return what makes the planner once vLLM has its blocks."""
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         config = self._config
-        slot_bytes = max(1, specs.block_bytes(kv_cache_config))
-        num_slots = config.num_slots_of(slot_bytes)
-        self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
-        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
-        make_policy = POLICIES[config.eviction_policy]
-        file = TenantsFile(config.tenants) if config.tenants is not None else None
-        is_shared = config.sharing is not None
-        if file is None:
-            pool_class = NodeSlots if is_shared else SlotPool
-            policy = make_policy(num_slots, directory.hashes)
-            slots = pool_class(num_slots, directory, policy, self._counters)
-        else:
-            slots = TenantSlots(num_slots, directory, make_policy, self._counters)
-        hits = HostHits(vllm_config, kv_cache_config, slots)
-        info = advise(vllm_config, kv_cache_config, config, num_slots)
+        composition = Composition(config, vllm_config, kv_cache_config, self._counters)
+        self._events = composition.events
+        info = advise(vllm_config, kv_cache_config, config, composition.num_slots)
         self._stats = reporter = StatsReporter(self._counters, info)
         if config.metrics_port is not None:
             self._stats = self._served = ServedStats(reporter, config, vllm_config)
             self._is_watched = True
-        options = PlannerOptions(
-            num_ranks=vllm_config.parallel_config.world_size,
-            num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
-            slot_bytes=slot_bytes * config.world_size // config.ranks_per_copy,
-            is_lazy=config.lazy_offload,
-            blocks_written_early=engine_config.uses_v2_model_runner(vllm_config),
-            state_group_ids=specs.state_group_ids(kv_cache_config),
-            num_decode_tokens_max=engine_config.num_decode_tokens_max(vllm_config),
-            transfer_timeout_s=config.transfer_timeout_s,
-            min_load_tokens=config.min_load_tokens,
-            num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
-            num_steps_in_flight=engine_config.num_steps_in_flight(vllm_config),
-            # Data-parallel engines that go in step with one another wait for each other's steps.
-            waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
-            tiers=config.tiers,
-            pin_share=config.pin_share,
-            reads_hints=config.kv_hints,
-            tells_media_ids=config.uses_blocks_of_others and media_ids.tells_media_ids(vllm_config),
-        )
-        is_guided = bool(config.pin_share) or config.kv_hints
-        needs_search = bool(config.tiers) or is_guided
-        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if needs_search else None
-        estimates = config.estimate_hit_rates
-        make = planner_class(
-            has_tenants=file is not None,
-            estimates=estimates,
-            is_guided=is_guided,
-            is_shared=is_shared,
-            is_adaptive=config.eviction_policy == ADAPTIVE,
-        )
-        if file is not None:
-            make = functools.partial(make, file=file)
-        return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
+        return composition.make_planner
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (tests/test_layering.py).
@@ -381,11 +327,12 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.weights_changed("the model was told to load weights")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._take_events() if self._events.is_pending else ()
+        events = self._events
+        return self._take_events(events) if events is not None and events.is_pending else ()
 
     @contained(tuple)
-    def _take_events(self) -> Iterable[KVCacheEvent]:
-        return self._events.take()
+    def _take_events(self, events: KvEvents) -> Iterable[KVCacheEvent]:
+        return events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

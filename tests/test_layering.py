@@ -24,23 +24,25 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "start": ("compat", "config", "started", "worker/memory"),
     "scheduler": (
         "compat",
-        "config",
         "observe",
         "protocol",
         "scheduler/cache",
-        "scheduler/eviction",
         "scheduler/loads",
-        "scheduler/node",
         "scheduler/stores",
-        "scheduler/tiers",
         "sides",
     ),
-    "scheduler/node": (
+    "scheduler/node": ("node", "observe", "scheduler/cache"),
+    "scheduler/parts": (
+        "compat",
+        "config",
         "node",
         "observe",
         "protocol",
         "scheduler",
         "scheduler/cache",
+        "scheduler/eviction",
+        "scheduler/loads",
+        "scheduler/node",
         "scheduler/stores",
         "scheduler/tiers",
     ),
@@ -314,6 +316,19 @@ def test_no_folder_has_more_than_twelve_modules():
     modules = [name for name in FILES if not name.endswith("__init__.py")]
     folders = Counter(str(Path(name).parent) for name in modules)
     assert {folder: n for folder, n in folders.items() if n > MODULES_MAX} == {}
+
+
+def test_parts_of_the_planner_know_no_other_part_and_only_one_file_names_them():
+    parts = [name for name in FILES if name.startswith("scheduler/parts/")]
+    named_by = {name: {part for part in parts if part in _ours(name)} for name in FILES}
+    assert {name for name, named in named_by.items() if named} == {"compose.py"}
+
+
+def test_no_class_is_made_at_run_time():
+    for name in SCHEDULER:
+        for node in ast.walk(tree_of(name)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "type" or len(node.args) == 1, name
 
 
 # ---- one owner for each fact -------------------------------------------------------------------

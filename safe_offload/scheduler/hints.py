@@ -7,15 +7,18 @@ the envelope alone. `kv.fetch` is Dynamo's word; the others are made after it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import Count, Counters, is_milestone
 from safe_offload.scheduler.limits import MAX_PIN_S, Limits, is_pin_time
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 PROTOCOL_VERSION, ACTION_VERSION = "0.1", "1.0"
 KEYS = ("kv_hints", "kv_hint")
@@ -28,6 +31,29 @@ KNOWN = (
     f'"{FETCH}", "{DEMOTE}" or "{RETAIN}", with "{TTL_KEY}" in its payload, a number from 0 to '
     f"{MAX_PIN_S}"
 )
+
+
+class Hints:
+    """Reads hints. Its state: a number for the log."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._num_with_problems = 0
+
+    def read(self, request: Request, limits: Limits) -> Limits:
+        """Add to what a request asks for what its hints do; never raises."""
+        limits, problems = with_hints(request, limits, self._counters)
+        if problems:
+            self._num_with_problems += 1
+            if is_milestone(self._num_with_problems):
+                logger.warning(
+                    "Invalid hints in %d requests, which were ignored; in the last one, %s. "
+                    "Supported: %s.",
+                    self._num_with_problems,
+                    " and ".join(dict.fromkeys(problems)),
+                    KNOWN,
+                )
+        return limits
 
 
 def with_hints(request: Request, limits: Limits, counters: Counters) -> tuple[Limits, list[str]]:

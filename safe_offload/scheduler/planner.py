@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
-from safe_offload.compat.cache_hits import kept_boundary
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, StepReport
-from safe_offload.scheduler.cache.end_curve import EndCurve
-from safe_offload.scheduler.cache.hit_curve import NO_RATES, Curve, HitCurve
+from safe_offload.scheduler.cache.hit_curve import NO_RATES
 from safe_offload.scheduler.cache.leases import LeaseBook
-from safe_offload.scheduler.loads.cost import Costs, StepWatch
+from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
-from safe_offload.scheduler.no_tiers import NoTiers
-from safe_offload.scheduler.pending import Load, Store
+from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods
+from safe_offload.scheduler.pending import Ledger, Load, Store
 from safe_offload.scheduler.ranks import Ranks
-from safe_offload.scheduler.requests import HintedBook, Phase, RequestBook, RequestState
+from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.outdated import Outdated
 from safe_offload.scheduler.stores.stores import Stores
-from safe_offload.scheduler.tiers.context import TierContext
-from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, Tiers
 from safe_offload.sides import SchedulerSide
 
 if TYPE_CHECKING:
@@ -41,11 +36,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from safe_offload.config.tiers import TierConfig
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import ReadHints
     from safe_offload.scheduler.stores.policy import StorePolicy
-    from safe_offload.scheduler.tiers.tiered_hits import TieredHits
+    from safe_offload.scheduler.stores.salts import BlockSalts
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -54,8 +49,17 @@ START_STEPS_MAX = 1000
 so that an operator sees them before the first request. An idle step takes a millisecond."""
 
 
-NOTHING_ASKED = {**NO_RATES, "pins": 0, "pinned_slots": 0, "pool_engines": 0, "own_slots": 0}
-"""Gauges that only some configurations have."""
+NO_PARTS = {
+    **NO_RATES,
+    **NOTHING_FETCHED,
+    **dict.fromkeys(("pins", "pinned_slots", "pool_engines", "own_slots"), 0),
+    **dict.fromkeys(("fetches_in_flight", "spills_in_flight"), 0),
+}
+"""Gauges of parts that not all configurations have."""
+
+
+TRIES_MAX = 8
+"""Hits that others overwrite while they are leased, one after the other, before there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +79,9 @@ class PlannerOptions:
         min_load_tokens, num_step_tokens_max: see `cost.Costs`.
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
-        tiers: below host memory, the nearest first.
-        pin_share: see `Pins`.
-        reads_hints: honor request hints.
-        tells_media_ids, new_generation: see `TierContext`.
+        may_refuse: the eviction policy may keep blocks from being stored.
+        read_hints: see `RequestBook`.
+        salts: see `Stores`.
     """
 
     num_ranks: int
@@ -93,11 +96,9 @@ class PlannerOptions:
     num_step_tokens_max: int = 1
     num_steps_in_flight: int = 1
     waits_when_idle: bool = True
-    tiers: tuple[TierConfig, ...] = ()
-    pin_share: float = 0.0
-    reads_hints: bool = False
-    tells_media_ids: bool = False
-    new_generation: Callable[[], str] = secrets.token_hex
+    may_refuse: bool = True
+    read_hints: ReadHints | None = None
+    salts: BlockSalts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +132,12 @@ class Planner(SchedulerSide):
     """The scheduler side, complete once vLLM has told where it keeps its blocks.
 
     Its own state: whether it is disabled, whether a gauge may have changed, the steps left for the
-    start, and how many steps have computed nothing by now. Everything else belongs to its parts,
-    which are public, and each of which changes only its own.
+    start, and how many steps have computed nothing by now. Everything else belongs to others, which
+    are public, and each of which changes only its own.
 
     Args:
-        tiered_hits: needed where there are tiers.
+        make_parts: makes what only this configuration has (see `part.Part`), once all else is made.
     """
-
-    make_stores: type[Stores] = Stores
 
     def __init__(
         self,
@@ -146,17 +145,16 @@ class Planner(SchedulerSide):
         gpu: GpuBlocks,
         options: PlannerOptions,
         counters: Counters,
-        tiered_hits: TieredHits | None = None,
+        make_parts: Callable[[Planner], Iterable[Part]] = lambda planner: (),
     ) -> None:
-        transfer_ids = itertools.count()
+        self.transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
         self.hits = hits
         self.gpu = gpu
-        self.events = hits.directory.events
         self.options = options
-        self._counters = counters
+        self.counters = counters
         self.leases = LeaseBook(hits.slots)
-        self.book = HintedBook(counters) if options.reads_hints else RequestBook(counters)
+        self.book = RequestBook(counters, options.read_hints)
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
@@ -164,43 +162,44 @@ class Planner(SchedulerSide):
             hits,
             self.leases,
             gpu,
-            transfer_ids,
+            self.transfer_ids,
             num_ranks,
             counters,
             min(WAIT_MAX_S, options.transfer_timeout_s),
             self.costs,
         )
-        self.stores = self.make_stores(
-            hits, self.leases, transfer_ids, num_ranks, options.num_store_blocks_max, counters
-        )
+        ledger: Ledger[Store] = Ledger(self.transfer_ids, num_ranks)
+        num_blocks_max = options.num_store_blocks_max
+        self.stores = Stores(hits, self.leases, ledger, num_blocks_max, counters, options.salts)
         self.policy: StorePolicy
         if options.is_lazy:
             num_step_blocks = hits.geometry.num_blocks_in_step(options.num_step_tokens_max)
             self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
-            may_refuse = hits.slots.may_refuse and not options.tiers  # which want all
+            may_refuse = hits.slots.may_refuse and options.may_refuse
             self.policy = EagerStores(
                 hits, gpu, self.stores, num_decoded, counters, may_refuse=may_refuse
             )
-        self.tiers: Tiers | NoTiers = NoTiers()
-        if tiered_hits is not None and options.tiers:
-            what = hits, gpu, self.leases, self.loads.ledger, transfer_ids, self.costs
-            context = TierContext(
-                *what,
-                counters,
-                options.tiers,
-                num_ranks,
-                options.slot_bytes,
-                options.new_generation,
-                options.tells_media_ids,
-            )
-            self.tiers = Tiers(tiered_hits, context)
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
-        self._ranks = Ranks(num_ranks, hits.slots, counters)
+        self.ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
         self._num_idle_steps = 0
         self.has_changed = True
+        self.parts = tuple(make_parts(self))
+        self._seen, self._ended = self._all("seen"), self._all("ended")
+        self._asked, self._answer = self._all("asked"), self._all("answer")
+        self._is_lost, self._matched = self._all("is_lost"), self._all("matched")
+        self._scheduled, self._preempted = self._all("scheduled"), self._all("preempted")
+        self._finishing, self._told = self._all("finishing"), self._all("told")
+        self._planning, self._before_stores = self._all("planning"), self._all("before_stores")
+        self._messages, self._sent = self._all("messages"), self._all("sent")
+        self._planned, self._updated = self._all("planned"), self._all("updated")
+        self._reported, self._settled = self._all("reported"), self._all("settled")
+        self._stored, self._has_work = self._all("stored"), self._all("has_work")
+
+    def _all(self, name: str) -> tuple[Callable[..., Any], ...]:
+        return methods(self.parts, name)
 
     def __repr__(self) -> str:
         return f"Planner({self.book!r}, {self.loads!r}, {self.stores!r})"
@@ -218,10 +217,11 @@ class Planner(SchedulerSide):
             if state.limits.leaves_nothing:
                 self.policy.keep_out(state)
                 return state
-            self.events.seen(request)
             self.hits.boundaries.see(state)
-            is_kept_out = self._is_disabled or request.skip_reading_prefix_cache
-            self.tiers.see(state, may_read=not is_kept_out)
+            if self._seen:
+                may_read = not (self._is_disabled or request.skip_reading_prefix_cache)
+                for seen in self._seen:
+                    seen(state, may_read=may_read)
         return state
 
     def get_num_new_matched_tokens(
@@ -241,6 +241,8 @@ class Planner(SchedulerSide):
             for another request's load of the same blocks, or for a tier.
         """
         state = self.book.find(request) or self.on_new_request(request)
+        for asked in self._asked:
+            asked(state, num_computed_tokens)
         phase = state.phase
         if not (phase is Phase.WAITING or phase is Phase.MATCHED):
             if phase is not Phase.RUNNING:
@@ -251,14 +253,31 @@ class Planner(SchedulerSide):
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
             return 0
-        if self.tiers.waits(state, num_computed_tokens, now_s):
-            return None
+        for answer in self._answer:
+            found = answer(state, num_computed_tokens, now_s)
+            if found is not Answer.SEARCH:
+                return None if found is Answer.ASK_AGAIN else 0
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
+        if self._is_lost:
+            num_tokens = self._without_lost(state, num_computed_tokens, num_tokens, now_s)
         if num_tokens is not None:
             if self.options.is_lazy and (num_computed_tokens or num_tokens):
                 self.policy.look_ahead(num_computed_tokens + num_tokens)
-            self.tiers.matched(state)
+            for matched in self._matched:
+                matched(state)
         return num_tokens
+
+    def _without_lost(
+        self, state: RequestState, num_computed_tokens: int, num_tokens: int | None, now_s: float
+    ) -> int | None:
+        """Return a hit of which nothing was overwritten by another engine while it was leased."""
+        for _ in range(TRIES_MAX):
+            if not any(is_lost() for is_lost in self._is_lost):
+                return num_tokens
+            self.loads.drop_hit(state)
+            num_tokens = self.loads.match(state, num_computed_tokens, now_s)
+        self.loads.drop_hit(state)
+        return 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -276,26 +295,30 @@ class Planner(SchedulerSide):
             return
         if state.phase is Phase.RUNNING:
             self._preempt(state)
-        if is_running := num_external_tokens <= 0:
+        if num_external_tokens <= 0:
             self.loads.run(state)
             state.move(Phase.RUNNING)
             self.policy.run(state)
         else:
             self.loads.begin(state, blocks.blocks, num_external_tokens)
-        self.tiers.scheduled(state, is_running=is_running)
+        for scheduled in self._scheduled:
+            scheduled(state, max(0, num_external_tokens))
 
     def hit_tokens_by_tier(self, request: Request, num_tokens: int) -> Mapping[int, int]:
         """Return how many tokens of the load that just began each tier has brought; 0: none."""
         load = self.loads.ledger.new[-1] if self.loads.ledger.new else None
-        if load is None or load.owner.request is not request or not isinstance(self.tiers, Tiers):
+        if load is None or load.owner.request is not request:
             return {}
-        first_token = load.first_hash * self.hits.geometry.hash_block_size
-        return self.tiers.lookups.hit_tokens(load.owner, first_token, num_tokens)
+        found: dict[int, int] = {}
+        for hit_tokens in self._all("hit_tokens"):
+            found.update(hit_tokens(load, num_tokens))
+        return found
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
-        self.events.learn(state.request)
+        for preempted in self._preempted:
+            preempted(state)
         self.policy.preempt(state)
         self.stores.release_prefix(state)
 
@@ -312,12 +335,18 @@ class Planner(SchedulerSide):
         self.has_changed = True
         state = self.book.find(request) or self.on_new_request(request)
         try:
-            if state in self.outdated.tables:
+            for finishing in self._finishing:
+                finishing(state)
+            if state in self.outdated:
                 self._keep_out([state])  # vLLM may have hashed a block just now
             elif not self._is_disabled:
                 self.policy.finish(state)
         finally:  # vLLM does not ask again
             self._end(state)
+        answer = None
+        for told in self._told:
+            answer = told(state)
+        return answer
 
     def _keep_out(self, states: Sequence[RequestState] = ()) -> None:
         """Keep what outdated requests have computed, all or these, out of every cache."""
@@ -336,8 +365,8 @@ class Planner(SchedulerSide):
             if self.outdated.tables:
                 self.outdated.end(state)
             self.stores.end(state)
-            self.tiers.end(state)
-            self.events.ended(state.request)
+            for ended in self._ended:
+                ended(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -347,6 +376,10 @@ class Planner(SchedulerSide):
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
         """
+        for planning in self._planning:
+            planning(scheduler_output, now_s)
+        if self.ranks.has_dead:
+            self._stop()
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:
             self._start_steps_left -= 1
@@ -360,18 +393,18 @@ class Planner(SchedulerSide):
                 self.loads.forget(state)
         if self.outdated.tables:
             self._keep_out()
-        new_loads = self.loads.ledger.new
-        tiers, messages = self.tiers, NO_MESSAGES
-        if tiers.private_requests:
-            tiers.note_private()
+        new_loads, messages = self.loads.ledger.new, NO_MESSAGES
+        for before_stores in self._before_stores:
+            before_stores()
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)
             loading = [load.owner for load in new_loads] if new_loads else ()
             self.policy.find(scheduler_output, self.book, loading)
         before, after, fences = self.stores.plan(self._early_written, scheduler_output)
-        if tiers.has_to_plan or now_s > tiers.plan_again_s:
-            messages = NO_MESSAGES if self._is_disabled else tiers.plan(now_s)
+        if not self._is_disabled:
+            for plan_messages in self._messages:
+                messages = plan_messages(now_s)
         if not (
             before
             or after
@@ -380,15 +413,22 @@ class Planner(SchedulerSide):
             or self.loads.unannounced
             or messages is not NO_MESSAGES
         ):
-            return IDLE_PLAN if is_idle else EMPTY_PLAN
+            plan = IDLE_PLAN if is_idle else EMPTY_PLAN
+            return self._complete(plan) if self._planned else plan
         stores = before, after, fences
         loads = self.loads.new_transfers()
         plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)
         self.stores.sent()
         self.loads.sent(now_s)
         if messages is not NO_MESSAGES:
-            tiers.sent(now_s)
+            for sent in self._sent:
+                sent(now_s)
         self.has_changed = True
+        return self._complete(plan) if self._planned else plan
+
+    def _complete(self, plan: StepPlan) -> StepPlan:
+        for planned in self._planned:
+            plan = planned(plan)
         return plan
 
     def _is_idle(self, scheduler_output: SchedulerOutput) -> bool:
@@ -404,7 +444,7 @@ class Planner(SchedulerSide):
     def _count_waits(self, now_s: float) -> None:
         """Requests whose loads have landed since the last plan may run from now on."""
         for _, sent_s in self.costs.landed:
-            self._counters.observe(LOAD_WAIT_S, now_s - sent_s)
+            self.counters.observe(LOAD_WAIT_S, now_s - sent_s)
         if self.steps is None:
             self.costs.landed.clear()
 
@@ -455,12 +495,16 @@ class Planner(SchedulerSide):
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
+                for reported in self._reported:
+                    reported(report)
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
                     self.policy.forget_table(state)
                     self.loads.compute_next(state)
+        for updated in self._updated:
+            updated()
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
@@ -469,7 +513,7 @@ class Planner(SchedulerSide):
         and loads go first, because requests wait for them.
         """
         for bad in report.bad_slots:  # before the failure that frees them for others
-            self._ranks.retire(bad)
+            self.ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         received = output.finished_recving = {*(output.finished_recving or ())}
         for load in complete:
@@ -481,18 +525,18 @@ class Planner(SchedulerSide):
         for store in complete:
             if isinstance(store, Store):
                 if not self._is_disabled:
-                    self.tiers.stored(store)
+                    for stored in self._stored:
+                        stored(store)
                 self.stores.settle(store)
-        self.tiers.settle(report)
+        for settled in self._settled:
+            settled(report)
         for capacity in report.capacities:
-            self._ranks.add_capacity(capacity)
+            self.ranks.add_capacity(capacity)
         for facts in report.host_facts:
-            self._ranks.add_facts(facts)
-            if facts.doubts:
-                self.tiers.stand_alone(facts.doubts)
+            self.ranks.add_facts(facts)
         for rank in report.lost_ranks:
-            self._ranks.lose(rank, "no copy path passed the self-test")
-        if self._ranks.has_dead:
+            self.ranks.lose(rank, "no copy path passed the self-test")
+        if self.ranks.has_dead:
             self._stop()
         if self.hits.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0
@@ -502,16 +546,16 @@ class Planner(SchedulerSide):
         transfer_id = outcome.transfer_id
         transfer = self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
         if transfer is None:
-            if not self.tiers.note(outcome):
-                self._counters[Count.STALE_REPORTS] += 1
+            if not any(note(outcome) for note in self._all("note")):
+                self.counters[Count.STALE_REPORTS] += 1
             return None
         if outcome.rank not in transfer.ranks_left:
-            self._counters[Count.DUPLICATE_REPORTS] += 1
+            self.counters[Count.DUPLICATE_REPORTS] += 1
             return None
         is_last = transfer.reported(outcome.rank, outcome.failure)
-        if outcome.failure is not None or self._ranks.num_failed_in_a_row:
-            self._ranks.watch(outcome, type(transfer).__name__)
-            if self._ranks.has_dead:
+        if outcome.failure is not None or self.ranks.num_failed_in_a_row:
+            self.ranks.watch(outcome, type(transfer).__name__)
+            if self.ranks.has_dead:
                 self._stop()
         return transfer if is_last else None
 
@@ -521,8 +565,9 @@ class Planner(SchedulerSide):
         """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
         if not self._is_disabled:
             self._is_disabled = True
-            self.tiers.stop()
-            self.events.withdraw(self.hits.directory.all_keys())
+            for stopped in self._all("stopped"):
+                stopped()
+            self.hits.directory.withdraw()
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -537,7 +582,7 @@ class Planner(SchedulerSide):
         """
         self._is_disabled = self.has_changed = True
         self._start_steps_left = 0
-        keys = self.hits.directory.all_keys()
+        self.hits.directory.withdraw()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
                 transfer_id = outcome.transfer_id
@@ -545,12 +590,15 @@ class Planner(SchedulerSide):
                 if transfer is not None:
                     transfer.reported(outcome.rank, None)
                 else:
-                    self.tiers.note(outcome)
+                    for note in self._all("note"):
+                        note(outcome)
         self.loads.give_up(self.book)
         self.stores.give_up()
-        self.tiers.give_up()
-        self.leases.keep_only({*self.loads.leases, *self.stores.leases, *self.tiers.leases})
-        self.events.withdraw(keys)
+        needed = {*self.loads.leases, *self.stores.leases}
+        for part in self.parts:
+            part.given_up()
+            needed.update(part.leases())
+        self.leases.keep_only(needed)
 
     def reset_cache(self, cause: str | None = None) -> None:
         """Nothing stored so far is ever found again.
@@ -563,7 +611,9 @@ class Planner(SchedulerSide):
                 operator who resets knows which they are, and may have named them for the tiers.
         """
         self.has_changed = True
-        self._counters[Count.RESETS] += 1
+        for resetting in self._all("resetting"):
+            resetting()
+        self.counters[Count.RESETS] += 1
         num_held = self.hits.directory.num_held
         if cause is None:
             told = "The host cache was reset: %d slots were invalidated."
@@ -577,7 +627,8 @@ class Planner(SchedulerSide):
             self.stores.release_prefix(state)
         self.loads.fail_all()
         self.stores.reset()
-        self.tiers.reset(is_vouched_for=cause is None)
+        for reset in self._all("reset"):
+            reset(cause)
         self._pass_over()
         self.outdated.begin(self.book)
 
@@ -594,19 +645,30 @@ class Planner(SchedulerSide):
         A transfer is planned or in flight, or the ranks have not reported how many slots they have,
         or there are KV events, which vLLM takes in a step.
         """
-        if self.events.is_pending:
-            return True
         if self._start_steps_left or self.stores.has_work or self.loads.has_work:
             return True
-        return self.tiers.has_work
+        return any(has_work() for has_work in self._has_work)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the ranks may still tell of their memory for the first time."""
+        return bool(self._start_steps_left) and not self._is_disabled
+
+    def note_change(self) -> None:
+        """A gauge or a label of a part may have changed."""
+        self.has_changed = True
 
     def changes_taken(self) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
         self.has_changed = False
 
+    def count_into(self, counters: Counters) -> None:
+        """See `Side`."""
+        for part in self.parts:
+            part.count_into(counters)
+
     def statistics(self) -> Statistics:
         """Return how it stands; see `Statistics`."""
-        tiers = self.tiers
         return Statistics(
             requests=self.book.num_live,
             leases=len(self.leases),
@@ -616,10 +678,8 @@ class Planner(SchedulerSide):
             loads=len(self.loads),
             holders=self.loads.num_holders,
             is_disabled=self._is_disabled,
-            contained_errors=self._counters[Count.CONTAINED_ERRORS],
-            lookups=tiers.num_active,
-            fetches=len(tiers.fetches),
-            spills=len(tiers.spills),
+            contained_errors=self.counters[Count.CONTAINED_ERRORS],
+            **{name: number for part in self.parts for name, number in part.statistics().items()},
         )
 
     def gauges(self) -> dict[str, float]:
@@ -636,61 +696,22 @@ class Planner(SchedulerSide):
             "stores_in_flight": len(self.stores.ledger.in_flight),
             "loads_in_flight": len(self.loads.ledger.in_flight),
             **self.costs.gauges(),
-            **NOTHING_ASKED,
-            **self.tiers.gauges(),
+            **NO_PARTS,
+            **{name: number for part in self.parts for name, number in part.gauges().items()},
         }
 
     @property
     def host_labels(self) -> Mapping[str, str]:
         """See `Ranks.host_labels`."""
-        return self._ranks.host_labels
+        return self.ranks.host_labels
 
     def check_invariants(self) -> None:
         self.leases.check_invariants()
         self.stores.check_invariants()
-        self.tiers.check_invariants()
+        for part in self.parts:
+            part.check_invariants()
 
-
-class EstimatingPlanner(Planner):
-    """A planner that also estimates what other sizes of host memory would hit.
-
-    Bound: the requests that vLLM has.
-    """
-
-    def __init__(self, *what: Any, **how: Any) -> None:
-        super().__init__(*what, **how)
-        self.curve: Curve | None = None
-        self.seen: set[RequestState] = set()
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        """See `Planner`: what a request hits is decided when it first gets blocks."""
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        state = self.book.find(request)
-        if state is None or state in self.seen or state.limits.leaves_nothing:
-            return
-        self.seen.add(state)
-        if not request.skip_reading_prefix_cache:
-            size = self.hits.geometry.hash_block_size
-            ends = [end // size for end in (kept_boundary(request), *state.hit_ends)]
-            self.curve = self.curve or self._make_curve()
-            self.curve.see(request.block_hashes, (request.num_tokens - 1) // size, ends)
-
-    def _make_curve(self) -> Curve:
-        geometry, boundaries = self.hits.geometry, self.hits.boundaries
-        num_slots, per_hash = self.hits.slots.num_slots, boundaries.blocks_per_hash
-        if not boundaries.needs:
-            return HitCurve(max(1, round(num_slots / per_hash)))
-        align = geometry.alignment_tokens // geometry.hash_block_size
-        return EndCurve(num_slots, per_hash, boundaries.needs, align)
-
-    def request_finished(self, request: Request) -> Any:
-        state = self.book.find(request)
-        if state in self.seen and self.curve:
-            self.seen.remove(state)
-            self.curve.keep(request.block_hashes)
-        return super().request_finished(request)
-
-    def gauges(self) -> dict[str, float]:
-        return super().gauges() | (self.curve.rates() if self.curve else NO_RATES)
+    def shutdown(self) -> None:
+        """See `SchedulerSide`."""
+        for part in self.parts:
+            part.shutdown()

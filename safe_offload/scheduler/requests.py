@@ -17,7 +17,6 @@ from vllm.v1.request import RequestStatus
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters, is_milestone
-from safe_offload.scheduler.hints import KNOWN, with_hints
 from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+ReadHints = Callable[["Request", Limits], Limits]
 
 HIT_ENDS_MAX = 256
 """Of one request: when it ends, it is looked at what the host has at each."""
@@ -158,10 +158,14 @@ class RequestBook:
 
     Bound: the requests that vLLM has, and those that have ended whose blocks or loads are still
     held.
+
+    Args:
+        read_hints: adds to the limits of a request what its hints ask for; None ignores hints.
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, read_hints: ReadHints | None = None) -> None:
         self._counters = counters
+        self._read_hints = read_hints
         self._states: dict[str, RequestState] = {}
         self.finished: set[str] = set()
         self._num_bad_params = 0
@@ -173,6 +177,8 @@ class RequestBook:
     def add(self, request: Request) -> RequestState:
         """Return the state of a request that is new, in the place of one of the same id."""
         limits = NO_LIMITS if request.kv_transfer_params is None else self._read_limits(request)
+        if self._read_hints is not None:
+            limits = self._read_hints(request, limits)
         state = RequestState(request, limits)
         self._states[request.request_id] = state
         self.finished.discard(request.request_id)
@@ -296,26 +302,3 @@ class RequestBook:
         if state.request.is_finished() and gpu.holds_blocks(request_id):
             return None
         return Count.DROPPED_UNOWNED_IDS
-
-
-class HintedBook(RequestBook):
-    """A book that reads the hints of requests too; also its own state: a number for the log."""
-
-    def __init__(self, counters: Counters) -> None:
-        super().__init__(counters)
-        self._num_with_unknown_hints = 0
-
-    def add(self, request: Request) -> RequestState:
-        state = super().add(request)
-        state.limits, problems = with_hints(request, state.limits, self._counters)
-        if problems:
-            self._num_with_unknown_hints += 1
-            if is_milestone(self._num_with_unknown_hints):
-                logger.warning(
-                    "Invalid hints in %d requests, which were ignored; in the last one, %s. "
-                    "Supported: %s.",
-                    self._num_with_unknown_hints,
-                    " and ".join(dict.fromkeys(problems)),
-                    KNOWN,
-                )
-        return state

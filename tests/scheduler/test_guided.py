@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from safe_offload.scheduler.cache.pins import PINS_MAX
+from safe_offload.scheduler.parts.wishes import Wishes
+from tests.scheduler.parts import part_of
 from tests.scheduler.rig import Rig, see_events
 from tests.scheduler.tiers.tier_rig import TierRig
 
@@ -114,7 +116,7 @@ def test_of_what_has_no_room_the_head_is_pinned_and_the_client_is_told(make_rig,
     assert told["pinned_tokens"] + told["unpinned_tokens"] == 64
     assert 0 < told["pinned_tokens"] <= 32 or groups == HYBRID
     assert rig.counts["unpinned_tokens"] == told["unpinned_tokens"] > 0
-    assert gauge(rig, "pinned_slots") <= rig.planner.pins.num_slots_max
+    assert gauge(rig, "pinned_slots") <= part_of(rig.planner, Wishes).pins.num_slots_max
     flood(rig, "f", 3)
     assert ask(rig, "b", rig.prompt(65, 1))[0] == told["pinned_tokens"]
     assert ask(rig, "c", rig.prompt(65, 2), PIN)[1]["pinned_tokens"] <= 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.protocol import StepReport
+from safe_offload.scheduler.parts.tenants import TenantShares
+from tests.scheduler.parts import part_of
 from tests.simulator.device import CopyFault
 from tests.simulator.events import Fault, FaultKind
 from tests.simulator.tenants import TEXTS
@@ -76,7 +78,9 @@ class Faults:
             elif fault.kind is FaultKind.FLIP:
                 self._flip(fault)
             elif fault.kind is FaultKind.TENANTS:
-                self._core.connector.side.file.look(TEXTS[fault.amount % len(TEXTS)])
+                part_of(self._core.connector.side, TenantShares).file.look(
+                    TEXTS[fault.amount % len(TEXTS)]
+                )
             elif fault.kind is FaultKind.DIE:
                 span = self._core.chance.choose((4, 40, 400), "span", fault.name)
                 left = 1 + self._core.chance.below(span, "fences", fault.name)

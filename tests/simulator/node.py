@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safe_offload.node import pools, table
 from safe_offload.node.pools import RankFile, Wanted, open_rank
 from safe_offload.protocol import PoolFacts
-from safe_offload.scheduler.node import planner
+from safe_offload.scheduler.parts import node as node_part
 
 if TYPE_CHECKING:
     from tests.simulator.checkers.ledger import Ledger
@@ -58,7 +58,7 @@ class Node:
         for where, name, value in (
             (pools, "BASE", self._folder),
             (table, "DEAD_AFTER_S", DEAD_AFTER_S),
-            (planner, "LOOK_S", LOOK_S),
+            (node_part, "LOOK_S", LOOK_S),
             (table, "fence", self._fence),
         ):
             self._stack.enter_context(patch.object(where, name, value))

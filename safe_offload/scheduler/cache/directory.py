@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.cache.events import NO_EVENTS
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.events import KvEvents, NoEvents, Owner
+    from safe_offload.scheduler.cache.events import KvEvents, Owner
 
 
 SPLIT_FROM = 1 << 18
@@ -65,7 +64,7 @@ class Directory:
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
-        events: told what begins to be stored, can be found, and no longer can.
+        events: told what begins to be stored, can be found, and no longer can; None for nobody.
 
     Attributes:
         tables: for each group, slots by block hash: those that can be found, and those that are
@@ -78,10 +77,9 @@ class Directory:
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
     """
 
-    def __init__(
-        self, num_slots: int, num_groups: int, events: KvEvents | NoEvents = NO_EVENTS
-    ) -> None:
+    def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
         self.events = events
+        self._on_publish: Callable[[Sequence[int]], None] | None = None
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
         make = dict if num_slots < SPLIT_FROM else SplitTable
@@ -120,7 +118,8 @@ class Directory:
                 self._groups[slot] = group_idx
         if more_keys:
             self._add_keys(group_idx, more_keys)
-        self.events.storing(self._keys_of(slots), owners)
+        if self.events is not None:
+            self.events.storing(self._keys_of(slots), owners)
 
     def _add_keys(self, group_idx: int, more_keys: Mapping[bytes, Sequence[Key]]) -> None:
         for block_hash, keys in more_keys.items():
@@ -134,7 +133,19 @@ class Directory:
         """The slots are filled: from now on they can be found, unless they were forgotten."""
         self.version += 1
         self.being_stored.difference_update(slots)
-        self.events.published(self._keys_of(slots))
+        if self.events is not None:
+            self.events.published(self._keys_of(slots))
+        if self._on_publish is not None:
+            self._on_publish(slots)
+
+    def tell_published(self, on_publish: Callable[[Sequence[int]], None]) -> None:
+        """Call this with slots that can be found from now on."""
+        self._on_publish = on_publish
+
+    def withdraw(self) -> None:
+        """Nothing is hit from now on."""
+        if self.events is not None:
+            self.events.withdraw(self.all_keys())
 
     def find(self, group_idx: int, block_hash: bytes) -> int | None:
         """Return the slot that holds a block, if any."""
@@ -187,7 +198,8 @@ class Directory:
     def remove(self, slots: Sequence[int]) -> None:
         """Slots that are in the tables are overwritten: drop every key of theirs."""
         self.version += 1
-        self.events.removed(self._keys_of(slots))
+        if self.events is not None:
+            self.events.removed(self._keys_of(slots))
         groups, tables = self._groups, self.tables
         hashes: list[Any] = list(map(self.hashes.__getitem__, slots))
         deque(map(self.hashes.__setitem__, slots, repeat(None)), maxlen=0)

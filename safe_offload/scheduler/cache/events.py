@@ -159,24 +159,6 @@ class Origins:
             self._live[request] = len(hashes)
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
-class NoEvents:
-    """vLLM publishes no KV events, so nothing is told: the methods of `KvEvents`."""
-
-    is_pending = False
-    seen = ended = learn = withdraw = storing = published = removed = staticmethod(_ignore)
-
-    def take(self) -> Sequence[Any]:
-        """Return what has happened since the last call."""
-        return ()
-
-
-NO_EVENTS = NoEvents()
-
-
 class KvEvents:
     """Makes vLLM's events of what the directory reports.
 
@@ -324,14 +306,14 @@ class KvEvents:
 
 def make_events(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
-) -> KvEvents | NoEvents:
+) -> KvEvents | None:
     """Return what makes KV events, if vLLM is to publish any.
 
     Args:
         is_lazy: blocks are stored after their requests have ended too.
     """
     if not kv_events.publishes_kv_events(vllm_config):
-        return NO_EVENTS
+        return None
     if (endpoint := kv_events.event_endpoint(vllm_config)) is not None:
         # vLLM has no hook that leaves them out: its pool of blocks has one switch for all requests.
         logger.warning(

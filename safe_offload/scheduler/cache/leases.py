@@ -109,9 +109,13 @@ class LeaseBook:
             self._pool.lease(slots)
         return self._hold(kind, list(slots))
 
-    def grant(self, kind: LeaseKind, count: int) -> Lease | None:
-        """Lease up to `count` slots to overwrite; None, and nothing changed, if none is free."""
-        slots = self._pool.grant(count)
+    def grant(self, kind: LeaseKind, count: int, salt: str | None = None) -> Lease | None:
+        """Lease up to `count` slots to overwrite; None, and nothing changed, if none is free.
+
+        Args:
+            salt: of the request that they are for.
+        """
+        slots = self._pool.grant(count, salt)
         return self._hold(kind, slots) if slots else None
 
     def hold(self, kind: LeaseKind, slots: Sequence[int]) -> Lease:

@@ -63,14 +63,12 @@ class SlotPool:
         """Slots that nothing leases."""
         return self.num_usable - len(self._leased)
 
-    @property
-    def num_grantable(self) -> int:
-        """What a grant can take for those that are served."""
+    def num_grantable(self, salt: str | None) -> int:
+        """Return how many slots a grant can take for requests with a salt."""
         return self.num_free
 
-    @property
-    def num_in_reach(self) -> int:
-        """What grants could take for those that are served if nothing were leased."""
+    def num_in_reach(self, salt: str | None) -> int:
+        """Return how many slots grants could take for a salt if nothing were leased."""
         return self.num_usable
 
     @property
@@ -86,9 +84,6 @@ class SlotPool:
         opened = max(0, min(num_usable, self.num_slots) - self.num_usable)
         self.num_usable += opened
         self._num_new += opened
-
-    def serve(self, salt: str | None) -> None:
-        """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
     def num_overpinned(self, slots: Sequence[int] = ()) -> int:
         """Return how many slots are pinned too many, or would be with these that are not yet."""
@@ -120,8 +115,11 @@ class SlotPool:
         """The time that was noted last."""
         return self._now_s
 
-    def grant(self, count: int) -> list[int]:
+    def grant(self, count: int, salt: str | None = None) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
+
+        Args:
+            salt: of the request that they are for; see `TenantSlots`.
 
         Returns:
             Possibly fewer than asked for, possibly none: full is normal. What a granted slot held

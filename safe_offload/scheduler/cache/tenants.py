@@ -151,17 +151,18 @@ class TenantSlots(SlotPool):
         self.tenants = tenants
         self._recount()
 
-    def serve(self, salt: str | None) -> None:
-        self.by_tenant.asking = self.tenants.number_of(salt)
+    def tenant_of(self, salt: str | None) -> int:
+        """Return the number of a salt's tenant."""
+        return self.tenants.number_of(salt)
 
-    @property
-    def num_grantable(self) -> int:
+    def num_grantable(self, salt: str | None) -> int:
+        self.by_tenant.asking = self.tenants.number_of(salt)
         return self.num_empty + sum(self.by_tenant.payments(len(self.by_tenant)))
 
-    @property
-    def num_in_reach(self) -> int:
+    def num_in_reach(self, salt: str | None) -> int:
         """See `SlotPool`; one in reach is enough for a share."""
         policy = self.by_tenant
+        policy.asking = self.tenants.number_of(salt)
         has_any = self.num_empty or policy.held[policy.asking] or max(policy.above) > 0
         return self.num_usable if has_any else 0
 
@@ -199,10 +200,10 @@ class TenantSlots(SlotPool):
         super().open(num_usable)
         self._recount()
 
-    def grant(self, count: int) -> list[int]:
+    def grant(self, count: int, salt: str | None = None) -> list[int]:
         """See `SlotPool`; what others are guaranteed is not free."""
         policy = self.by_tenant
-        policy.num_asked = count
+        policy.asking, policy.num_asked = self.tenants.number_of(salt), count
         granted = super().grant(count)
         policy.num_asked = 0
         for slot in granted:

@@ -1,4 +1,4 @@
-"""The scheduler side of a pool that all engines of a machine share.
+"""Slots of a pool that all engines of a machine share.
 
-Imports cache, stores and tiers. Door: `planner.NodePlanner`.
+Imports cache. Door: `slots.NodeSlots`.
 """

@@ -235,7 +235,7 @@ class NodeSlots(SlotPool):
 
     # ---- grants --------------------------------------------------------------------------------
 
-    def grant(self, count: int) -> list[int]:
+    def grant(self, count: int, salt: str | None = None) -> list[int]:
         """See `SlotPool`; what guests still read is not granted."""
         table = self.table
         if table is None or not table.is_awake or count <= 0:

@@ -151,7 +151,8 @@ class LazyStores(StorePolicy):
     def store_now(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         if state.phase is Phase.RUNNING:
-            self._hits.directory.events.learn(state.request)
+            if (events := self._hits.directory.events) is not None:
+                events.learn(state.request)
             for group_idx in self._geometry.group_ids:
                 tables, nums_hashed = self._gpu.tables_of(group_idx)
                 request_id = state.request.request_id

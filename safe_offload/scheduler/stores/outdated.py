@@ -65,6 +65,9 @@ class Outdated:
     def __len__(self) -> int:
         return len(self.tables)
 
+    def __contains__(self, state: RequestState) -> bool:
+        return state in self.tables
+
     def begin(self, book: Iterable[RequestState]) -> None:
         """There was a reset: all that any request has, or that vLLM keeps, is of before it."""
         self._gpu.forget_hashes()

@@ -12,7 +12,7 @@ plan of that step fences the store: nothing of the step may write before the cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import filterfalse
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.stores.salts import BlockSalts
 
 
 class Stores:
@@ -41,6 +42,7 @@ class Stores:
     Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
 
     Args:
+        salts: whose blocks are of no known request, where there are tenants.
         num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
             would grow without end.
     """
@@ -49,20 +51,21 @@ class Stores:
         self,
         hits: HostHits,
         leases: LeaseBook,
-        transfer_ids: Iterable[int],
-        num_ranks: int,
+        ledger: Ledger[Store],
         num_blocks_max: int,
         counters: Counters,
+        salts: BlockSalts | None = None,
     ) -> None:
         self._hits = hits
         self._leases = leases
+        self._salts = salts
         self.num_blocks_max = num_blocks_max
         self._counters = counters
         self._exposed: list[Part] = []
         """Seen before this step was planned: since then the blocks may have been given away."""
         self._intact: list[Part] = []
         """Seen while this step is planned, which writes none of the blocks."""
-        self.ledger: Ledger[Store] = Ledger(transfer_ids, num_ranks)
+        self.ledger = ledger
         self._unfenced: dict[int, Store] = {}
         self.num_blocks = 0
         """Of all of them. Read only outside, as `loaded`."""
@@ -90,13 +93,25 @@ class Stores:
         Returns:
             How many of the first blocks found a slot.
         """
+        if owner is not None:
+            return self._add(blocks, owner, owner.request.cache_salt, is_intact=is_intact)
+        if self._salts is None:
+            return self._add(blocks, None, None, is_intact=is_intact)
+        return sum(
+            self._add(part, None, salt, is_intact=is_intact)
+            for part, salt in self._salts.split(blocks)
+        )
+
+    def _add(
+        self, blocks: BlockSet, owner: RequestState | None, salt: str | None, *, is_intact: bool
+    ) -> int:
         num_found = len(blocks.blocks)
         if not num_found:
             return 0
         num_wanted = min(num_found, self.num_blocks_max - self.num_blocks)
         if num_wanted < num_found:
             self._counters[Count.SKIPPED_STORES] += 1
-        lease = self._leases.grant(LeaseKind.STORE, num_wanted)
+        lease = self._leases.grant(LeaseKind.STORE, num_wanted, salt)
         num_granted = len(lease.slots) if lease is not None else 0
         if num_granted < num_found:
             if not is_intact:
@@ -114,7 +129,9 @@ class Stores:
         count = len(blocks.blocks)
         if count > self.num_blocks_max - self.num_blocks or len(set(blocks.hashes)) < count:
             return False
-        lease = self._leases.grant(LeaseKind.STORE, count)
+        if self._salts is not None and not self._salts.are_of_one(owners):
+            return False  # what several tenants store goes request by request
+        lease = self._leases.grant(LeaseKind.STORE, count, owners[0][0].request.cache_salt)
         if lease is None or len(lease.slots) < count:
             if lease is not None:
                 lease.release()

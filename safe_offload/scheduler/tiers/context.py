@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ class TierContext:
     Attributes:
         configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
         new_generation: see `Generation`.
-        tells_media_ids: see `PrivateBlocks`.
     """
 
     hits: HostHits
@@ -36,5 +36,4 @@ class TierContext:
     configs: tuple[TierConfig, ...]
     num_ranks: int
     slot_bytes: int
-    new_generation: Callable[[], str]
-    tells_media_ids: bool
+    new_generation: Callable[[], str] = secrets.token_hex

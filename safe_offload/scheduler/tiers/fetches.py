@@ -57,16 +57,14 @@ class Fetches:
     def __len__(self) -> int:
         return len(self.ledger)
 
-    @property
-    def num_slots_left(self) -> int:
-        """How many slots may be fetched to now."""
-        slots = self._hits.slots
-        return min(slots.num_usable // SHARE - len(self._by_slot), slots.num_grantable)
+    def num_slots_left(self, user: RequestState) -> int:
+        """Return how many slots may be fetched to now for a request."""
+        slots, salt = self._hits.slots, user.request.cache_salt
+        return min(slots.num_usable // SHARE - len(self._by_slot), slots.num_grantable(salt))
 
-    @property
-    def has_share(self) -> bool:
-        """Whether there will ever be room: in a pool of very few slots there is none."""
-        return self._hits.slots.num_in_reach >= SHARE
+    def has_share(self, user: RequestState) -> bool:
+        """Return whether there will ever be room: in a pool of very few slots there is none."""
+        return self._hits.slots.num_in_reach(user.request.cache_salt) >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
         """Fetch blocks for a request; return the pieces.
@@ -84,7 +82,7 @@ class Fetches:
         course = Course(max(b.tier for s in stages for b in s.blocks), num_blocks, len(pieces))
         fetches = []
         for first_token, blocks in pieces:
-            lease = self._leases.grant(LeaseKind.FETCH, len(blocks))
+            lease = self._leases.grant(LeaseKind.FETCH, len(blocks), user.request.cache_salt)
             assert lease is not None
             assert len(lease.slots) == len(blocks)
             self._begin_store(blocks, lease, user)

@@ -350,17 +350,16 @@ class LookUps:
             counts[farthest] += min(size, first_token + num_tokens - token)
         return counts
 
-    def scheduled(self, user: RequestState, *, is_running: bool) -> None:
-        """vLLM has given a request blocks, to load or to run."""
+    def scheduled(self, user: RequestState, num_tokens: int) -> None:
+        """vLLM has given a request blocks, to load `num_tokens` tokens or to run."""
         lookup = self._by_request.get(user)
         if lookup is not None:
             self._release(lookup)
-            if is_running and lookup.state is LookUpState.OVER:
+            if not num_tokens and lookup.state is LookUpState.OVER:
                 lookup.move(LookUpState.IDLE)  # when it is preempted, it may look up again
 
     def end(self, user: RequestState) -> None:
         """A request has ended."""
-        self._private.end(user.request)
         lookup = self._by_request.pop(user, None)
         if lookup is not None:
             self._release(lookup)

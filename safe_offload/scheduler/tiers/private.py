@@ -11,18 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from safe_offload.compat.media_ids import tells_content
+from safe_offload.scheduler.part import Part
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import RequestState
 
 SWEEP_MIN = 1 << 16
 """Hashes that are kept before it is looked which are of any use."""
 
 
-class PrivateBlocks:
+class PrivateBlocks(Part):
     """The hashes of such blocks, for as long as the GPU or the host may have them.
 
     Its state, which nothing else changes: the two below, and at how many hashes it is time to
@@ -58,8 +60,9 @@ class PrivateBlocks:
     def __repr__(self) -> str:
         return f"PrivateBlocks({len(self.noted)} requests, {len(self.hashes)} hashes)"
 
-    def see(self, request: Request) -> None:
-        """A request is new."""
+    def seen(self, state: RequestState, *, may_read: bool) -> None:
+        """See `Part`."""
+        request = state.request
         first = self._first(request)
         if first is not None or request.resumable:
             self.noted[request] = first or 0
@@ -76,15 +79,16 @@ class PrivateBlocks:
                 return int(feature.mm_position.offset) // self._hits.geometry.hash_block_size
         return None
 
-    def note(self) -> None:
-        """A step is planned, in which any block that is hashed by now may be stored."""
+    def before_stores(self) -> None:
+        """See `Part`."""
         for request in self.noted:
             self._note(request)
         if len(self.hashes) > self._sweep_at:
             self._sweep()
 
-    def end(self, request: Request) -> None:
-        """A request has ended; others may still find what it has computed."""
+    def ended(self, state: RequestState) -> None:
+        """See `Part`; others may still find what the request has computed."""
+        request = state.request
         if request in self.noted:
             self._note(request)
             del self.noted[request]

@@ -54,8 +54,7 @@ class Promotions:
         )
         num_left = LOOKED_AT_MAX
         for lookup in wanting:
-            self._hits.slots.serve(lookup.user.request.cache_salt)
-            if not lookup.is_roomless or self._fetches.num_slots_left > 0:
+            if not lookup.is_roomless or self._fetches.num_slots_left(lookup.user) > 0:
                 self._begin_for(lookup, generation)
                 num_left -= len(lookup.user.request.block_hashes)
                 if num_left <= 0:
@@ -76,14 +75,14 @@ class Promotions:
         num_wanted = len(hit.blocks)
         if num_wanted > self._hits.slots.num_empty:
             held = self._leases.lease(LeaseKind.FETCH, list(dict.fromkeys(hit.slots)))
-        room = max(0, self._fetches.num_slots_left)
+        room = max(0, self._fetches.num_slots_left(user))
         while hit is not None and len(hit.blocks) > room:
             end_max = hit.blocks[room].first_token
             hit = self._tiered_hits.find(hashes, num_computed_tokens, end_max, present)
         if hit is not None and num_computed_tokens + hit.num_tokens > first_token:
             self._counters[Count.FETCH_BLOCKS_NO_SLOT] += num_wanted - len(hit.blocks)
             self._fetch(lookup, hit, first_token, present, generation)
-        elif room or not self._fetches.has_share:
+        elif room or not self._fetches.has_share(user):
             self._counters[Count.FETCH_BLOCKS_NO_SLOT] += num_wanted
             self._lookups.finish(lookup)
         else:
@@ -140,7 +139,7 @@ class Promotions:
         hashes, computed = lookup.user.request.block_hashes, lookup.num_computed_tokens
         stages = self._tiered_hits.stages(hit, hashes, computed, first_token, present)
         num_blocks = sum(len(stage.blocks) for stage in stages)
-        has_room = num_blocks <= self._fetches.num_slots_left
+        has_room = num_blocks <= self._fetches.num_slots_left(lookup.user)
         return stages if has_room and self._costs.fetch_pays(offer, num_blocks, tier) else whole
 
     def _present(self, lookup: LookUp) -> Present:

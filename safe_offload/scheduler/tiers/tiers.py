@@ -12,51 +12,34 @@ is told of a hit, which is then an ordinary hit of host memory:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FETCH_S, PROBE_S, Count
-from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, TierCosts
-from safe_offload.scheduler.pending import Course, Fetch, Store, TierPending
+from safe_offload.scheduler.loads.cost import TierCosts
+from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, TierMessages
+from safe_offload.scheduler.pending import Course, Fetch, Load, Store, TierPending
 from safe_offload.scheduler.tiers.fetches import Fetches
 from safe_offload.scheduler.tiers.generation import Generation
 from safe_offload.scheduler.tiers.lookups import LookUps
-from safe_offload.scheduler.tiers.private import PrivateBlocks
 from safe_offload.scheduler.tiers.probes import PendingProbe, Probes
 from safe_offload.scheduler.tiers.promotions import Promotions
 from safe_offload.scheduler.tiers.spills import Spills
 
 if TYPE_CHECKING:
-    from safe_offload.protocol import Outcome, Probe, StepReport, TierTransfer
+    from safe_offload.protocol import Outcome, StepReport, TierTransfer
     from safe_offload.scheduler.cache.leases import Lease
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.context import TierContext
+    from safe_offload.scheduler.tiers.private import PrivateBlocks
     from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 STUCK_FACTOR = 2
 """An idle engine steps for transfers until this many times the time limit of a tier has passed
 without news of any."""
 
-NO_GAUGES: dict[str, float] = {
-    "fetches_in_flight": 0,
-    "spills_in_flight": 0,
-    **NOTHING_FETCHED,
-}
-"""The gauges where there are none."""
 
-
-class TierMessages(NamedTuple):
-    """What a plan tells the workers about tiers; see `StepPlan`."""
-
-    probes: tuple[Probe, ...] = ()
-    fetches: tuple[TierTransfer, ...] = ()
-    spills: tuple[TierTransfer, ...] = ()
-
-
-NO_MESSAGES = TierMessages()
-
-
-class Tiers:
+class Tiers(Part):
     """What plans tell the workers of tiers and what these report; the rest is parts of it.
 
     Its own state, which nothing else changes: what has ended since the last plan, and when there
@@ -64,65 +47,70 @@ class Tiers:
 
     Bound: what has ended since the last plan.
 
-    Attributes:
-        plan_again_s: when to plan even without `has_to_plan`, to see what is stuck.
+    Args:
+        private: needed by others too, which note what is new.
     """
 
-    def __init__(self, tiered_hits: TieredHits, context: TierContext) -> None:
+    def __init__(
+        self, tiered_hits: TieredHits, context: TierContext, private: PrivateBlocks
+    ) -> None:
         configs, has_version = context.configs, bool(context.configs[0].model_version)
         self._counters = context.counters
         self._slot_bytes = context.slot_bytes
+        self._hash_block_size = context.hits.geometry.hash_block_size
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
         self.generation = Generation(context.new_generation, has_model_version=has_version)
         self.costs = TierCosts(context.costs, len(configs))
-        self.private = PrivateBlocks(
-            context.hits,
-            context.gpu,
-            tells_media_ids=context.tells_media_ids,
-            vouches_for_adapters=has_version,
-        )
+        self.private = private
         self._probes = Probes(context)
         self.fetches = Fetches(context)
-        self.spills = Spills(context, self.private.hashes)
+        self.spills = Spills(context, private.hashes)
         parts = context, self.costs
-        self.lookups = LookUps(*parts, self.private, self._probes, self.fetches)
+        self.lookups = LookUps(*parts, private, self._probes, self.fetches)
         self._promotions = Promotions(*parts, tiered_hits, self.lookups, self.fetches)
-        # What vLLM says of a request goes straight to the look-ups.
-        self.waits, self.matched = self.lookups.waits, self.lookups.matched
-        self.scheduled, self.end = self.lookups.scheduled, self.lookups.end
-        self.check_invariants = self.fetches.check_invariants
-        self.private_requests, self.note_private = self.private.noted, self.private.note
         self._answered: list[PendingProbe] = []
         self._fetched: list[Course] = []
         self._complete: list[TierPending] = []
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
-        self._has_changed, self.plan_again_s = False, math.inf
+        self._has_changed, self._plan_again_s = False, math.inf
 
     def __repr__(self) -> str:
         return f"Tiers({self.lookups!r}, {self.fetches!r}, {self.spills!r})"
 
-    def see(self, state: RequestState, *, may_read: bool) -> None:
-        """A request is new; if it may read, look it up while it waits for its turn."""
-        self.private.see(state.request)
+    def seen(self, state: RequestState, *, may_read: bool) -> None:
+        """See `Part`; look it up while it waits for its turn."""
         if may_read and not state.limits.is_brought:
             self.lookups.see(state)
 
-    @property
-    def num_active(self) -> int:
-        """See `LookUps.num_active`."""
-        return self.lookups.num_active
+    def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
+        """See `Part`."""
+        waits = self.lookups.waits(state, num_computed_tokens, now_s)
+        return Answer.ASK_AGAIN if waits else Answer.SEARCH
+
+    def matched(self, state: RequestState) -> None:
+        """See `Part`."""
+        self.lookups.matched(state)
+
+    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+        """See `Part`."""
+        self.lookups.scheduled(state, num_tokens)
+
+    def hit_tokens(self, load: Load, num_tokens: int) -> Mapping[int, int]:
+        """See `Part`."""
+        first_token = load.first_hash * self._hash_block_size
+        return self.lookups.hit_tokens(load.owner, first_token, num_tokens)
+
+    def ended(self, state: RequestState) -> None:
+        """See `Part`."""
+        self.lookups.end(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    @property
-    def has_to_plan(self) -> bool:
-        """Whether something has happened of which the next plan may have to tell."""
-        if self._has_changed or self.lookups.wanting:
-            return True
-        return self._probes.is_waiting
-
-    def plan(self, now_s: float) -> TierMessages:
-        """Return what this step tells the workers; `NO_MESSAGES` itself for nothing."""
+    def messages(self, now_s: float) -> TierMessages:
+        """See `Part`."""
+        has_to_plan = self._has_changed or self.lookups.wanting or self._probes.is_waiting
+        if not has_to_plan and now_s <= self._plan_again_s:
+            return NO_MESSAGES
         if self._answered or self._fetched:
             self._measure(now_s)
         generation = self.generation.name
@@ -137,14 +125,14 @@ class Tiers:
             self._has_news, self._last_news_s = False, now_s
         self._is_stuck = now_s - self._last_news_s > self._stuck_s
         is_news_due = is_waiting and not self._is_stuck
-        self.plan_again_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
+        self._plan_again_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
         self._has_changed = self.spills.looks or self.spills.is_waiting
         if not (probes or fetches or spills):
             return NO_MESSAGES
         return TierMessages(probes, fetches, spills)
 
     def sent(self, now_s: float) -> None:
-        """The workers are told of what `plan` has returned."""
+        """See `Part`."""
         self._probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()
@@ -165,7 +153,7 @@ class Tiers:
     # ---- the workers have reported -------------------------------------------------------------
 
     def note(self, outcome: Outcome) -> bool:
-        """Note what one rank says of a fetch or a spill; False if there is none of that id."""
+        """See `Part`."""
         transfer_id = outcome.transfer_id
         transfer = self.fetches.ledger.get(transfer_id) or self.spills.ledger.get(transfer_id)
         if transfer is None:
@@ -176,8 +164,8 @@ class Tiers:
             self._complete.append(transfer)
         return True
 
-    def settle(self, report: StepReport) -> None:
-        """Settle what every rank has reported by now."""
+    def settled(self, report: StepReport) -> None:
+        """See `Part`; settle what every rank has reported by now."""
         complete, self._complete = self._complete, []
         if complete:
             self._has_news = self._has_changed = True
@@ -192,6 +180,9 @@ class Tiers:
                 self._answered.append(probe)
                 self._has_changed = True
                 self.lookups.answered(probe)
+        for facts in report.host_facts:
+            if facts.doubts:
+                self._stand_alone(facts.doubts)
 
     def _settle_fetch(self, fetch: Fetch) -> None:
         self.spills.fetched(fetch, self.fetches.settle(fetch))
@@ -201,55 +192,52 @@ class Tiers:
         self.lookups.fetched(fetch)
 
     def stored(self, store: Store) -> None:
-        """See `Spills.stored`."""
+        """See `Part`."""
         self.spills.stored(store)
         self._has_changed = True
 
     # ---- what went wrong -----------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Look up and spill nothing of what was wanted until now; what is in flight goes on."""
+    def stopped(self) -> None:
+        """See `Part`; look up and spill nothing of what was wanted until now."""
         self.lookups.stop()
         self._probes.forget()
         self.spills.forget()
 
-    def stand_alone(self, doubts: Sequence[str]) -> None:
+    def _stand_alone(self, doubts: Sequence[str]) -> None:
         """It is not known what this engine computes: use only what it has written itself.
 
         Without a generation a rank that doubts finds and writes nothing.
         """
         if not self.generation.name:
-            self.stop()
+            self.stopped()
             self.generation.stand_alone(doubts)
 
-    def reset(self, *, is_vouched_for: bool = True) -> None:
-        """What tiers have may be of other weights from now on: leave it to those who know.
+    def reset(self, cause: str | None) -> None:
+        """See `Part`; what tiers have may be of other weights from now on.
 
-        Args:
-            is_vouched_for: what the operator says with `model_version`, if anything, is true of
-                these weights too, not only of those that were loaded when the engine started.
+        What the operator says with `model_version`, if anything, is true of weights that the
+        operator has changed, not only of those that were loaded when the engine started.
         """
-        self.stop()
-        self.generation.reset(is_vouched_for=is_vouched_for)
+        self.stopped()
+        self.generation.reset(is_vouched_for=cause is None)
 
-    def give_up(self) -> None:
-        """After an internal error: only what the workers read or write goes on."""
+    def given_up(self) -> None:
+        """See `Part`."""
         self.lookups.give_up()
         self._answered, self._fetched, self._complete = [], [], []
         self._probes.forget()
         self.fetches.give_up()
         self.spills.give_up()
 
-    @property
     def leases(self) -> list[Lease]:
-        """Of what is in flight."""
+        """See `Part`."""
         return [*self.fetches.leases, *self.spills.leases]
 
     # ---- the rest ------------------------------------------------------------------------------
 
-    @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping for what is in flight.
+        """See `Part`; for what is in flight.
 
         Not for what is stuck: when it ends, the next step notices. And not for look-ups: their
         requests keep vLLM stepping.
@@ -258,8 +246,20 @@ class Tiers:
             return True
         return not self._is_stuck and bool(self.fetches or self.spills)
 
+    def statistics(self) -> dict[str, int]:
+        """See `Part`."""
+        return {
+            "lookups": self.lookups.num_active,
+            "fetches": len(self.fetches),
+            "spills": len(self.spills),
+        }
+
+    def check_invariants(self) -> None:
+        """See `Part`."""
+        self.fetches.check_invariants()
+
     def gauges(self) -> dict[str, float]:
-        """Return how tiers stand; see `observe.metrics.GAUGES`."""
+        """See `Part`."""
         return {
             "fetches_in_flight": len(self.fetches),
             "spills_in_flight": len(self.spills),

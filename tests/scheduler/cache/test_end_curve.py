@@ -12,10 +12,12 @@ import pytest
 from safe_offload.scheduler.cache import end_curve
 from safe_offload.scheduler.cache.end_curve import EndCurve
 from safe_offload.scheduler.cache.hit_curve import FACTORS
+from safe_offload.scheduler.parts.estimates import Estimates
 from tests.benchmarks.agents_servers import STEP_TOKENS, Kind
 from tests.benchmarks.agents_virtual import GROUPS, TOKENS_PER_S, Ask, replay
 from tests.benchmarks.slow_tier_engine import SLOT_BYTES, TOKEN, TimedEngine
 from tests.engine.http_server import BLOCK_SIZE
+from tests.scheduler.parts import part_of
 from tests.simulator.vllm_setup import OURS, EngineShape
 
 NUM_USERS, NUM_CONVERSATIONS = 12, 3
@@ -124,6 +126,6 @@ def test_a_planner_forgets_which_requests_it_has_seen(make_rig):
     )
     rig.run_alone("a", rig.prompt(20, 0), max_tokens=1)
     rig.run_alone("b", rig.prompt(20, 0), max_tokens=1)
-    assert isinstance(rig.planner.curve, EndCurve)
+    assert isinstance(part_of(rig.planner, Estimates).curve, EndCurve)
     assert rig.planner.gauges()["estimated_hits_present"] == pytest.approx(0.4)
-    assert not rig.planner.seen
+    assert not part_of(rig.planner, Estimates).seen_states

@@ -12,7 +12,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from safe_offload.protocol import StepReport
-from safe_offload.scheduler.cache.events import NO_EVENTS, Origins, make_events
+from safe_offload.scheduler.cache.events import Origins, make_events
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
@@ -145,7 +145,7 @@ def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig):
     pool.cache_full_blocks(request, pool.get_new_blocks(7), 0, 7, 4, 0)
     (theirs,) = pool.take_events()
 
-    events, directory = rig.planner.events, rig.planner.hits.directory
+    events, directory = rig.planner.hits.directory.events, rig.planner.hits.directory
     events.seen(request)
     events.learn(request)
     directory.begin_store(list(range(7)), 0, request.block_hashes, {})
@@ -233,7 +233,7 @@ def test_that_vllms_own_events_have_all_tokens_is_said_at_the_start(
 def test_without_kv_events_nothing_is_made(make_rig):
     rig = make_rig()
     rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
-    assert rig.planner.events is NO_EVENTS
+    assert rig.planner.hits.directory.events is None
     assert rig.connector.take_events() == ()
 
 

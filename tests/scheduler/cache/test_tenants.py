@@ -32,8 +32,7 @@ def pool_of(num_slots: int, tenants: Tenants, policy: str = "lru") -> TenantSlot
 
 def take(pool: TenantSlots, salt: str, count: int) -> list[int]:
     """Fill slots for a salt; they are leased still."""
-    pool.serve(salt)
-    slots = pool.grant(count)
+    slots = pool.grant(count, salt)
     pool.directory.begin_store(slots, 0, [b"%d" % next(NUMBERS) for _ in slots], {})
     pool.directory.publish(slots)
     return slots
@@ -98,8 +97,7 @@ def test_a_grant_takes_as_many_as_it_was_said_to():
     fill(pool, "other", 60)
     leased = take(pool, "a", 35)
     for salt, count in {"other": 65, "a": 55, "b": 55}.items():
-        pool.serve(salt)
-        assert pool.num_grantable == count, salt
+        assert pool.num_grantable(salt) == count, salt
         assert pool.num_free == 65
     pool.serve("b")
     pieces = [len(take(pool, "b", 11)) for _ in range(6)]
@@ -158,8 +156,7 @@ def test_no_tenant_within_its_share_ever_loses_a_slot(shares: Sequence[int], ste
     for who, count, is_kept in steps:
         number = (who + 1) % 4
         before, guaranteed = list(held(pool)), list(pool.by_tenant.guaranteed)
-        pool.serve(names[who])
-        num_grantable = pool.num_grantable
+        num_grantable = pool.num_grantable(names[who])
         slots = take(pool, names[who], count)
         assert len(slots) == min(count, num_grantable)
         for tenant, now in enumerate(held(pool)):

@@ -14,6 +14,8 @@ from safe_offload.scheduler.eviction import returns
 from safe_offload.scheduler.eviction.adaptive import Adaptive, Order
 from safe_offload.scheduler.eviction.contest import HOLD_S, Contest
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.parts.eviction_order import EvictionOrder
+from tests.scheduler.parts import part_of
 from tests.scheduler.rig import Rig
 
 NUM_SLOTS = 60
@@ -222,7 +224,7 @@ def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkey
     assert rig.planner.host_labels["eviction_order"] == "lru"
     package_log.clear()
     serve_flood(rig)
-    order = rig.planner.contest.order
+    order = part_of(rig.planner, EvictionOrder).contest.order
     assert order is not Order.LRU
     assert rig.planner.host_labels["eviction_order"] == order
     messages = [message for r in package_log if "evicts in" in (message := r.getMessage())]
@@ -232,7 +234,7 @@ def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkey
 def test_on_a_host_of_few_blocks_the_order_stays(make_rig):
     rig = make_rig(num_blocks=60, num_slots=40, extra={"min_load_tokens": 0})
     serve_flood(rig)
-    assert rig.planner.contest is None
+    assert part_of(rig.planner, EvictionOrder).contest is None
     assert rig.planner.host_labels["eviction_order"] == "lru"
 
 

@@ -20,7 +20,9 @@ from safe_offload.protocol import (
 )
 from safe_offload.scheduler.loads.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.scheduler.tiers.lookups import LookUp
+from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
+from tests.scheduler.parts import part_of
 from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS, PAGE_BYTES
@@ -409,10 +411,10 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
 
 def test_each_reset_has_a_generation_of_its_own_and_the_first_is_told(make_tiers, package_log):
     rig = make_warm(make_tiers)
-    words = [rig.planner.tiers.generation.name]
+    words = [part_of(rig.planner, Tiers).generation.name]
     for _ in range(2):
         assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-        words.append(rig.planner.tiers.generation.name)
+        words.append(part_of(rig.planner, Tiers).generation.name)
     assert words[0] == ""
     assert len(set(words)) == 3
     told = [r.getMessage() for r in package_log if "model_version" in r.getMessage()]
@@ -432,11 +434,11 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
-    generation = rig.planner.tiers.generation.name
+    generation = part_of(rig.planner, Tiers).generation.name
     assert len(generation) >= 32, "128 bits"
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.generation.name == generation, (
+    assert part_of(rig.planner, Tiers).generation.name == generation, (
         "a model_version is for this generation too"
     )
     told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
@@ -451,10 +453,10 @@ def test_new_weights_in_a_running_engine_have_a_generation_whatever_the_model_ve
     rig = make_warm(make_tiers, tiers=VERSIONED)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
-    generation = rig.planner.tiers.generation.name
+    generation = part_of(rig.planner, Tiers).generation.name
     assert generation
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.generation.name == generation, (
+    assert part_of(rig.planner, Tiers).generation.name == generation, (
         "which the operator vouches for from then on"
     )
     rig.check_idle()
@@ -939,7 +941,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
 )
 def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     rig = make_warm(make_tiers)
-    part = rig.planner.tiers
+    part = part_of(rig.planner, Tiers)
     call, calls = getattr(part, method), []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -1058,7 +1060,7 @@ def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
     if fetch_s is not None:
         for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
             for _ in range(KEPT_SAMPLES):
-                rig.planner.tiers.costs.add_fetch(1, num_slots, fetch_s)
+                part_of(rig.planner, Tiers).costs.add_fetch(1, num_slots, fetch_s)
     rig.tier.held = {"fetch"}
     return rig
 
@@ -1096,7 +1098,7 @@ def stages_of(rig: TierRig) -> dict[int, list[Any]]:
     """The fetches that plans have named, by the token up to which a request can go without."""
     stages: dict[int, list[Any]] = {}
     for message in rig.fetches:
-        fetch = rig.planner.tiers.fetches.ledger.get(message.transfer_id)
+        fetch = part_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
         assert fetch is not None
         stages.setdefault(fetch.first_token, []).append(message)
     return stages
@@ -1144,7 +1146,10 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
     rig.add("first", prompt(rig, 2))
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
-    fetches = [rig.planner.tiers.fetches.ledger.get(message.transfer_id) for message in rig.fetches]
+    fetches = [
+        part_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
+        for message in rig.fetches
+    ]
     assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
     *stages, _ = stages_of(rig).values()
     assert stages
@@ -1157,7 +1162,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
 def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001)
     for _ in range(8):
-        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
+        part_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 10.0)
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert not rig.probes, "at best it would not pay"
     rig.check_idle()
@@ -1174,7 +1179,7 @@ def test_a_hint_has_fetched_what_would_not_pay_before_its_request_comes(make_tie
     """A request of one token warms the host: then the prompt is a hit of host memory."""
     rig = make_measured(make_tiers, token_s=0.001, **HINTED)
     for _ in range(8):
-        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
+        part_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 10.0)
     rig.kv_transfer_params = {"kv_hints": FETCH}
     rig.run_alone("warm", prompt(rig, 1), max_tokens=1)
     assert rig.counts["fetched_blocks"] == NUM_BLOCKS
@@ -1222,7 +1227,7 @@ def test_a_pin_ends_with_its_engine_and_what_it_kept_comes_from_the_tier(make_ti
 def test_what_does_not_pay_is_tried_now_and_then(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0)
     for _ in range(8):
-        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 100.0)
+        part_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 100.0)
     for number in range(PROBE_EVERY):
         rig.planner.hits.slots.forget_all()
         rig.forget_gpu_cache()
@@ -1236,7 +1241,7 @@ def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0, num_blocks=150)
     for num_slots in (4, 32, 64):
         for _ in range(8):
-            rig.planner.tiers.costs.add_fetch(1, num_slots, 50.0)
+            part_of(rig.planner, Tiers).costs.add_fetch(1, num_slots, 50.0)
     long_prompt = [*prompt(rig, 1)[:PREFIX_TOKENS], *rig.prompt(160, 9)]
     assert rig.run_alone("a", long_prompt) == 0
     assert rig.probes

@@ -92,8 +92,8 @@ class ContentChecker:
             entry[2] = len(hashes)
 
     def _see_publish(self, original: Callable[[Sequence[int]], None], slots: Sequence[int]) -> None:
+        self._learn()  # other engines of a pool may find them at once
         original(slots)
-        self._learn()
         kept = self._index.directory.kept()
         for slot in slots:
             if slot in kept:

@@ -33,7 +33,7 @@ class EventChecker:
 
     def check(self) -> None:
         """Compare, unless something has not been published yet."""
-        if not self._core.shape.has_events or self._side.events.is_pending:
+        if not self._core.shape.has_events or self._side.hits.directory.events.is_pending:
             return
         expected = self._in_the_directory()
         if self.replayed != expected:
@@ -45,7 +45,7 @@ class EventChecker:
 
     def check_drained(self) -> None:
         """Once all work has drained, nothing waits to be published."""
-        if self._core.shape.has_events and self._side.events.is_pending:
+        if self._core.shape.has_events and self._side.hits.directory.events.is_pending:
             raise Finding("I12", "KV events wait to be published, and the engine is idle")
 
     def _in_the_directory(self) -> Replayed:

@@ -130,14 +130,14 @@ class PinChecker:
         original(tenants)
         self._may_have_ended = True
 
-    def _see_grant(self, original: Callable[[int], list[int]], count: int) -> list[int]:
+    def _see_grant(self, original: Callable[..., list[int]], count: int, *salt: Any) -> list[int]:
         if self._may_have_ended:
             self._may_have_ended = False
             pinned = {slot for lease in self._pin_leases() for slot in lease.slots}
             for key, promise in list(self._promises.items()):
                 if not promise.slots.keys() <= pinned:
                     del self._promises[key]
-        slots = original(count)
+        slots = original(count, *salt)
         for promise in self._promises.values():
             if promise.until_min_s > self._core.clock.now_s:
                 self.num_kept += 1
@@ -159,8 +159,9 @@ class PinChecker:
         over = [k for k, p in self._promises.items() if p.until_max_s <= now_s and not p.users]
         for key in over:
             del self._promises[key]
-        if len(self._side.pins) > len(self._promises):
-            raise Finding("I14", f"{len(self._side.pins)} pins, of {len(self._promises)} asked for")
+        num_pins = self._side.gauges()["pins"]
+        if num_pins > len(self._promises):
+            raise Finding("I14", f"{num_pins} pins, of {len(self._promises)} asked for")
         if not self._promises and self._pin_leases():
             raise Finding("I14", "slots stay pinned for nobody")
 

@@ -36,9 +36,9 @@ class SlotChecker:
         records = (record for _, record in self._ledger.open_tier_transfers())
         return {slot for record in records if not record.is_fetch for slot in record.slot_ids}
 
-    def _see_grant(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
+    def _see_grant(self, original: Callable[..., list[Any]], count: int, *salt: Any) -> list[Any]:
         try:
-            slots = original(count)
+            slots = original(count, *salt)
         except Exception as error:
             raise Finding("I5", f"asking for {count} slots raised {error!r}") from error
         if len(slots) > max(count, 0):

@@ -40,7 +40,7 @@ class TenantChecker:
         for slot, label in self._labels.items():
             self._labels[slot] = label if label in tenants.labels else REST
 
-    def _see_grant(self, original: Callable[[int], list[int]], count: int) -> list[int]:
+    def _see_grant(self, original: Callable[..., list[int]], count: int, *salt: Any) -> list[int]:
         leased = {slot for lease in self._planner.leases for slot in lease.slots}
         filled = {slot for slot in self._labels if self._directory.hashes[slot] is not None}
         held = Counter(self._labels[slot] for slot in self._labels.keys() & (leased | filled))
@@ -49,7 +49,7 @@ class TenantChecker:
         spare = Counter(
             {label: max(0, n - shares[label] * num_usable // WHOLE) for label, n in held.items()}
         )
-        granted = original(count)
+        granted = original(count, *salt)
         lost = Counter(self._labels[slot] for slot in granted if slot in filled)
         for slot in granted:
             self._labels.pop(slot, None)

@@ -191,8 +191,8 @@ class WaitChecker:
         waiter.is_for_tiers = True
         hashes = {bytes(block_hash) for block_hash in waiter.request.block_hashes}
         slots = self._core.connector.side.hits.slots
-        slots.serve(waiter.request.cache_salt)
-        has_room = self._has_room and slots.num_grantable > 0  # not only for another tenant
+        num_grantable = slots.num_grantable(waiter.request.cache_salt)
+        has_room = self._has_room and num_grantable > 0  # not only for another tenant
         is_idle = has_room and not self._ledger.asks_tiers_for(hashes)
         waiter.num_idle_asks = waiter.num_idle_asks * is_again + 1 if is_idle else 0
         if waiter.num_idle_asks > IDLE_ASKS_MAX:

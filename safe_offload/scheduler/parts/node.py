@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from safe_offload.errors import SharingError
 from safe_offload.node.pools import TABLE
 from safe_offload.node.table import Table
 from safe_offload.observe.counters import Count
-from safe_offload.protocol import PoolFacts, StepReport
-from safe_offload.scheduler.node.slots import NodeSlots
-from safe_offload.scheduler.planner import Planner
-from safe_offload.scheduler.stores.stores import Stores
-from safe_offload.scheduler.tiers.private import PrivateBlocks
+from safe_offload.scheduler.part import Answer, Part
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
-    from safe_offload.protocol import StepPlan
-    from safe_offload.scheduler.pending import Store
+    from safe_offload.protocol import PoolFacts, StepPlan, StepReport
+    from safe_offload.scheduler.node.slots import NodeSlots
+    from safe_offload.scheduler.planner import Planner
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.private import PrivateBlocks
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -31,78 +28,61 @@ LOOK_S = 1.0
 """Between two looks for engines that have died."""
 STALLED_AFTER_S = 1.0
 """So long another process keeps this engine from its slots before that is said."""
-TRIES_MAX = 8
-"""Hits that others overwrite while they are leased, one after the other, before there is none."""
 
 
-class NodeStores(Stores):
-    """Stores whose blocks other engines find too."""
+class NodePool(Part):
+    """Uses host slots of a pool that other engines use, too.
 
-    def settle(self, store: Store) -> None:
-        slots = [slot for part in store.parts for slot in part.lease.slots]
-        super().settle(store)
-        assert isinstance(self._hits.slots, NodeSlots)
-        self._hits.slots.publish(slots)
-
-
-class NodePlanner(Planner):
-    """A planner whose host slots are of a pool that other engines use, too.
-
-    Its state beside that of `Planner`: what the ranks have said of their memory, blocks that only
-    this engine may find, whether it has looked at the table in this step, when it looks for dead
-    engines again, and since when another process has kept it from its slots.
+    Its state: what the ranks have said of their memory, whether it has looked at the table in this
+    step, how many slots were lost when that was asked last, when it looks for dead engines again,
+    and since when another process has kept it from its slots.
 
     Bound: an entry for each rank.
+
+    Args:
+        private: what only this engine may find; a part before this.
     """
 
-    make_stores = NodeStores
-
-    def __init__(self, *what: Any, **how: Any) -> None:
-        super().__init__(*what, **how)
-        assert isinstance(self.hits.slots, NodeSlots)
-        self.slots = self.hits.slots
-        self.private = PrivateBlocks(
-            self.hits, self.gpu, tells_media_ids=self.options.tells_media_ids
-        )
-        self.slots.keep_private(lambda block_hash: block_hash in self.private.hashes)
+    def __init__(self, planner: Planner, slots: NodeSlots, private: PrivateBlocks) -> None:
+        self._planner = planner
+        self._counters, self._ranks = planner.counters, planner.ranks
+        self.slots = slots
+        slots.keep_private(private.hashes.__contains__)
+        planner.hits.directory.tell_published(slots.publish)
         self._pools: dict[int, PoolFacts | None] = {}
         self._is_synced = False
+        self._num_lost = 0
         self._look_again_s = 0.0
         self._folder = ""
         self._num_damaged = 0
         self._stalled_since_s: float | None = None
         self._is_stalled = False  # and that was said
 
-    def on_new_request(self, request: Request) -> RequestState:
+    def seen(self, state: RequestState, *, may_read: bool) -> None:
+        """See `Part`."""
         self.slots.wake()
-        is_new = self.book.find(request) is None
-        state = super().on_new_request(request)
-        if is_new:
-            self.private.see(request)
-        return state
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int, now_s: float
-    ) -> int | None:
-        """See `Planner`; what others overwrite before it is leased is no hit.
+    def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
+        """See `Part`.
 
         A request that comes before the ranks have told where the pool is waits for that: they do so
         in the first step, or not at all.
         """
-        if self._start_steps_left and not self._is_disabled:
-            return None
+        if self._planner.is_starting:
+            return Answer.ASK_AGAIN
         if not self.slots.wake():
-            return 0
+            return Answer.NO_HIT
         self._sync()
-        for _ in range(TRIES_MAX):
-            num_lost = self.slots.num_lost
-            found = super().get_num_new_matched_tokens(request, num_computed_tokens, now_s)
-            if num_lost == self.slots.num_lost:
-                return found
-            self.loads.drop_hit(self.on_new_request(request))
-        return 0
+        self._num_lost = self.slots.num_lost
+        return Answer.SEARCH
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
+    def is_lost(self) -> bool:
+        """See `Part`."""
+        before, self._num_lost = self._num_lost, self.slots.num_lost
+        return before != self.slots.num_lost
+
+    def planning(self, output: SchedulerOutput, now_s: float) -> None:
+        """See `Part`."""
         slots = self.slots
         self._say_what_is_damaged()
         is_awake = slots.wake()
@@ -114,10 +94,10 @@ class NodePlanner(Planner):
                 self._look_again_s = now_s + LOOK_S
                 if num_dead := slots.table.bury(now_s):
                     logger.info("%d engines of the shared host cache have ended.", num_dead)
-        if self.private.noted:
-            self.private.note()
         self._is_synced = False
-        plan = super().build_connector_meta(scheduler_output, now_s)
+
+    def planned(self, plan: StepPlan) -> StepPlan:
+        """See `Part`."""
         self._nap_if_idle()
         return plan
 
@@ -146,7 +126,6 @@ class NodePlanner(Planner):
             self._ranks.lose(
                 0, f"the shared host cache {self._folder} cannot be used: {table.lost}"
             )
-            self._stop()
 
     def _say_if_stalled(self, now_s: float, *, is_awake: bool) -> None:
         """Count and log that another process keeps this engine from its slots: it computes."""
@@ -166,19 +145,20 @@ class NodePlanner(Planner):
                 self._folder,
             )
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        report = output.kv_connector_worker_meta
-        if isinstance(report, StepReport):
-            for facts in report.host_facts:
-                if facts.rank not in self._pools:
-                    self._pools[facts.rank] = facts.pool
-                    self._attach()
-        super().update_connector_output(output)
+    def reported(self, report: StepReport) -> None:
+        """See `Part`."""
+        for facts in report.host_facts:
+            if facts.rank not in self._pools:
+                self._pools[facts.rank] = facts.pool
+                self._attach()
+
+    def updated(self) -> None:
+        """See `Part`."""
         self._nap_if_idle()
 
     def _attach(self) -> None:
         """Join the pool when all ranks have told where it is."""
-        if len(self._pools) < self.options.num_ranks:
+        if len(self._pools) < self._planner.options.num_ranks:
             return
         found = list(self._pools.values())
         pools = [pool for pool in found if pool is not None]
@@ -208,35 +188,35 @@ class NodePlanner(Planner):
             table.num_slots,
         )
 
-    def gauges(self) -> dict[str, float]:
-        gauges, table = super().gauges(), self.slots.table
-        if table is not None:
-            gauges |= {"pool_engines": len(table.engines), "own_slots": self.slots.num_own}
-        return gauges
+    def gauges(self) -> Mapping[str, float]:
+        """See `Part`."""
+        table = self.slots.table
+        if table is None:
+            return {}
+        return {"pool_engines": len(table.engines), "own_slots": self.slots.num_own}
 
     def _nap_if_idle(self) -> None:
-        if not (self.book.num_live or len(self.leases) or self.has_pending_push_work()):
+        planner = self._planner
+        if not (planner.book.num_live or len(planner.leases) or planner.has_pending_push_work()):
             self.slots.nap()
 
-    def _end(self, state: RequestState) -> None:
-        super()._end(state)
-        self.private.end(state.request)
-
-    def reset_cache(self, cause: str | None = None) -> None:
-        """See `Planner`; from now on nothing is shared with engines of the weights of before."""
+    def resetting(self) -> None:
+        """See `Part`."""
         self.slots.wake()
-        super().reset_cache(cause)
+
+    def reset(self, cause: str | None) -> None:
+        """See `Part`; from now on nothing is shared with engines of the weights of before."""
         if self.slots.table is not None:
             logger.info(
                 "The weights may have changed with the reset, so this engine and the others no "
                 "longer share blocks in the host cache."
             )
 
-    def has_pending_push_work(self) -> bool:
-        """See `Planner`; or it has not looked at all yet that others have stored."""
-        return self.slots.is_behind or super().has_pending_push_work()
+    def has_work(self) -> bool:
+        """See `Part`; it has not looked at all yet that others have stored."""
+        return self.slots.is_behind
 
     def shutdown(self) -> None:
-        """See `SchedulerSide`."""
+        """See `Part`."""
         if self.slots.table is not None:
             self.slots.table.close()

@@ -1,0 +1,147 @@
+"""Composes the scheduler side: which parts a configuration has, and what each of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from safe_offload.compat import engine_config, media_ids, specs
+from safe_offload.config.options import ADAPTIVE
+from safe_offload.config.tenants import TenantsFile
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.events import make_events
+from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.tenants import TenantSlots
+from safe_offload.scheduler.eviction.policies import POLICIES
+from safe_offload.scheduler.hints import Hints
+from safe_offload.scheduler.loads.hits import HostHits
+from safe_offload.scheduler.node.slots import NodeSlots
+from safe_offload.scheduler.parts.estimates import Estimates
+from safe_offload.scheduler.parts.events import Events
+from safe_offload.scheduler.parts.eviction_order import EvictionOrder
+from safe_offload.scheduler.parts.node import NodePool
+from safe_offload.scheduler.parts.tenants import TenantShares
+from safe_offload.scheduler.parts.wishes import Wishes
+from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.stores.salts import BlockSalts
+from safe_offload.scheduler.tiers.context import TierContext
+from safe_offload.scheduler.tiers.private import PrivateBlocks
+from safe_offload.scheduler.tiers.tiered_hits import TieredHits
+from safe_offload.scheduler.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from safe_offload.config.options import OffloadConfig
+    from safe_offload.observe.counters import Counters
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.part import Part
+
+STORES_FACTOR = 4
+"""Stores that wait to be copied hold at most this many times `max_inflight_bytes`."""
+
+
+class Composition:
+    """Checks everything when the engine starts; makes the planner once vLLM has its blocks.
+
+    Attributes:
+        events: None if vLLM publishes no KV events.
+        num_slots: of the host cache.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._counters = counters
+        block_bytes = max(1, specs.block_bytes(kv_cache_config))
+        self.num_slots = config.num_slots_of(block_bytes)
+        self.events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
+        num_groups = len(kv_cache_config.kv_cache_groups)
+        directory = Directory(self.num_slots, num_groups, self.events)
+        make_policy = POLICIES[config.eviction_policy]
+        self._tenants = TenantsFile(config.tenants) if config.tenants is not None else None
+        self._slots: SlotPool
+        if self._tenants is None:
+            kind = SlotPool if config.sharing is None else NodeSlots
+            policy = make_policy(self.num_slots, directory.hashes)
+            self._slots = kind(self.num_slots, directory, policy, counters)
+        else:
+            self._slots = TenantSlots(self.num_slots, directory, make_policy, counters)
+        self._hits = HostHits(vllm_config, kv_cache_config, self._slots)
+        self._has_wishes = bool(config.pin_share) or config.kv_hints
+        self._tiered_hits = None
+        if config.tiers or self._has_wishes:
+            self._tiered_hits = TieredHits(vllm_config, kv_cache_config, self._hits)
+        self._salts = None
+        if isinstance(self._slots, TenantSlots):
+            groups = () if config.lazy_offload else specs.state_group_ids(kv_cache_config)
+            self._salts = BlockSalts(self._slots.tenant_of, groups)
+        self._options = PlannerOptions(
+            num_ranks=vllm_config.parallel_config.world_size,
+            num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // block_bytes),
+            slot_bytes=block_bytes * config.world_size // config.ranks_per_copy,
+            is_lazy=config.lazy_offload,
+            blocks_written_early=engine_config.uses_v2_model_runner(vllm_config),
+            state_group_ids=specs.state_group_ids(kv_cache_config),
+            num_decode_tokens_max=engine_config.num_decode_tokens_max(vllm_config),
+            transfer_timeout_s=config.transfer_timeout_s,
+            min_load_tokens=config.min_load_tokens,
+            num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+            num_steps_in_flight=engine_config.num_steps_in_flight(vllm_config),
+            # Data-parallel engines that go in step with one another wait for each other's steps.
+            waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
+            may_refuse=not config.tiers,  # which want all
+            read_hints=Hints(counters).read if config.kv_hints else None,
+            salts=self._salts,
+        )
+
+    def make_planner(self, gpu: GpuBlocks) -> Planner:
+        """Return the scheduler side over vLLM's blocks."""
+        return Planner(self._hits, gpu, self._options, self._counters, self._parts)
+
+    def _parts(self, planner: Planner) -> Iterator[Part]:
+        """Yield what the configuration asks for; those that are asked first come first."""
+        config, slots = self._config, self._slots
+        if self.events is not None:
+            yield Events(self.events)
+        if config.uses_blocks_of_others:
+            private = PrivateBlocks(
+                planner.hits,
+                planner.gpu,
+                tells_media_ids=media_ids.tells_media_ids(self._vllm_config),
+                vouches_for_adapters=bool(config.tiers and config.tiers[0].model_version),
+            )
+            yield private
+            if isinstance(slots, NodeSlots):
+                yield NodePool(planner, slots, private)
+            if config.tiers and self._tiered_hits is not None:
+                yield Tiers(self._tiered_hits, self._tier_context(planner), private)
+        if isinstance(slots, TenantSlots) and self._salts and self._tenants:
+            yield TenantShares(planner, slots, self._salts, self._tenants)
+        if config.estimate_hit_rates:
+            yield Estimates(planner.hits)
+        if config.eviction_policy == ADAPTIVE:
+            yield EvictionOrder(planner)
+        if self._has_wishes and self._tiered_hits is not None:
+            yield Wishes(planner, self._tiered_hits, config.pin_share)
+
+    def _tier_context(self, planner: Planner) -> TierContext:
+        return TierContext(
+            hits=planner.hits,
+            gpu=planner.gpu,
+            leases=planner.leases,
+            loads=planner.loads.ledger,
+            transfer_ids=planner.transfer_ids,
+            costs=planner.costs,
+            counters=planner.counters,
+            configs=self._config.tiers,
+            num_ranks=self._options.num_ranks,
+            slot_bytes=self._options.slot_bytes,
+        )

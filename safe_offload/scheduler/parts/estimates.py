@@ -1,0 +1,58 @@
+"""Estimates of what other sizes of host memory would hit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from safe_offload.compat.cache_hits import kept_boundary
+from safe_offload.scheduler.cache.end_curve import EndCurve
+from safe_offload.scheduler.cache.hit_curve import Curve, HitCurve
+from safe_offload.scheduler.part import Part
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import RequestState
+
+
+class Estimates(Part):
+    """Its state: the curve, and the requests that it has seen.
+
+    Bound: the requests that vLLM has.
+    """
+
+    def __init__(self, hits: HostHits) -> None:
+        self._hits = hits
+        self.curve: Curve | None = None
+        self.seen_states: set[RequestState] = set()
+
+    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+        """What a request hits is decided when it first gets blocks."""
+        request = state.request
+        if state in self.seen_states or state.limits.leaves_nothing:
+            return
+        self.seen_states.add(state)
+        if not request.skip_reading_prefix_cache:
+            size = self._hits.geometry.hash_block_size
+            ends = [end // size for end in (kept_boundary(request), *state.hit_ends)]
+            self.curve = self.curve or self._make_curve()
+            self.curve.see(request.block_hashes, (request.num_tokens - 1) // size, ends)
+
+    def _make_curve(self) -> Curve:
+        geometry, boundaries = self._hits.geometry, self._hits.boundaries
+        num_slots, per_hash = self._hits.slots.num_slots, boundaries.blocks_per_hash
+        if not boundaries.needs:
+            return HitCurve(max(1, round(num_slots / per_hash)))
+        align = geometry.alignment_tokens // geometry.hash_block_size
+        return EndCurve(num_slots, per_hash, boundaries.needs, align)
+
+    def ended(self, state: RequestState) -> None:
+        """See `Part`."""
+        if state in self.seen_states:
+            self.seen_states.remove(state)
+            if self.curve:
+                self.curve.keep(state.request.block_hashes)
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Part`."""
+        return self.curve.rates() if self.curve else {}

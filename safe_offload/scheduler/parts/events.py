@@ -1,0 +1,34 @@
+"""KV events: what they have to know of requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from safe_offload.scheduler.part import Part
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.cache.events import KvEvents
+    from safe_offload.scheduler.requests import RequestState
+
+
+class Events(Part):
+    """Tells `KvEvents`, which the directory reports to, of requests."""
+
+    def __init__(self, events: KvEvents) -> None:
+        self._events = events
+
+    def seen(self, state: RequestState, *, may_read: bool) -> None:
+        """See `Part`."""
+        self._events.seen(state.request)
+
+    def preempted(self, state: RequestState) -> None:
+        """See `Part`; blocks of it may be stored that nothing says are its own."""
+        self._events.learn(state.request)
+
+    def ended(self, state: RequestState) -> None:
+        """See `Part`."""
+        self._events.ended(state.request)
+
+    def has_work(self) -> bool:
+        """See `Part`; vLLM takes events in a step."""
+        return self._events.is_pending

@@ -1,0 +1,122 @@
+"""Tenants: for whom slots are granted, what each of them gets, and what metrics say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import TENANT_GAUGES, Count, of_tenant
+from safe_offload.protocol import ids_of
+from safe_offload.scheduler.part import Part
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from safe_offload.config.tenants import Tenants, TenantsFile
+    from safe_offload.observe.counters import Counters
+    from safe_offload.protocol import StepPlan
+    from safe_offload.scheduler.cache.tenants import TenantSlots
+    from safe_offload.scheduler.planner import Planner
+    from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.stores.salts import BlockSalts
+
+LABELS_MAX = 256
+"""Labels that the file had and whose series stay; the oldest are no longer told."""
+
+
+class TenantShares(Part):
+    """Divides the host slots among tenants, as a file says.
+
+    Its state: the bad changes of the file that it has counted, the labels that metrics have had,
+    and how much each waiting request has asked the host for.
+
+    Bound: the requests that vLLM has, and `LABELS_MAX` labels.
+    """
+
+    def __init__(
+        self, planner: Planner, slots: TenantSlots, salts: BlockSalts, file: TenantsFile
+    ) -> None:
+        self._planner = planner
+        self._counters = planner.counters
+        self.slots, self.salts, self.file = slots, salts, file
+        self._num_bad = 0
+        self._asked: dict[RequestState, int] = {}
+        self._labels: dict[str, None] = {}
+        self._use(file.tenants)
+        file.start()
+
+    def _use(self, tenants: Tenants) -> None:
+        self.count_into(self._counters)  # by the labels of before
+        self._planner.note_change()
+        self.slots.use(tenants)
+        for label in tenants.labels:  # they become the newest
+            self._labels.pop(label, None)
+            self._labels[label] = None
+        for label in list(self._labels)[:-LABELS_MAX]:
+            del self._labels[label]
+
+    def asked(self, state: RequestState, num_computed_tokens: int) -> None:
+        """See `Part`."""
+        self._asked[state] = state.request.num_tokens - num_computed_tokens
+
+    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+        """See `Part`."""
+        num_asked = self._asked.pop(state, None)
+        if num_asked is not None:
+            tenants = self.slots.tenants
+            label = tenants.labels[tenants.number_of(state.request.cache_salt)]
+            self._counters[of_tenant("hit_tokens", label)] += num_tokens
+            self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
+
+    def ended(self, state: RequestState) -> None:
+        """See `Part`."""
+        self._asked.pop(state, None)
+
+    def planning(self, output: SchedulerOutput, now_s: float) -> None:
+        """See `Part`; the tenants change between two steps."""
+        if self.file.tenants is not self.slots.tenants:
+            self._use(self.file.tenants)
+        self.salts.begin_step()
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        tables = [(each.req_id, each.block_ids) for each in new]
+        for request_id, table in (*tables, *zip(cached.req_ids, cached.new_block_ids, strict=True)):
+            state = self._planner.book.get(request_id)
+            if table and state is not None:
+                self.salts.allocated(chain.from_iterable(table), state.request.cache_salt)
+
+    def planned(self, plan: StepPlan) -> StepPlan:
+        """See `Part`; spills carry the marks of their tenants."""
+        self.salts.end_step()
+        if not plan.spills:
+            return plan
+        owners, marks = self.slots.by_tenant.owners, self.slots.tenants.marks
+        spills = (
+            replace(spill, marks=ids_of(marks[owners[slot]] for slot in spill.slot_ids))
+            for spill in plan.spills
+        )
+        return replace(plan, spills=tuple(spills))
+
+    def count_into(self, counters: Counters) -> None:
+        """See `Part`."""
+        labels, evicted = self.slots.tenants.labels, self.slots.by_tenant.evicted
+        for number, count in evicted.items():
+            counters[of_tenant("evicted_blocks", labels[number])] += count
+        evicted.clear()
+        num_bad = self.file.num_bad
+        counters[Count.BAD_TENANT_FILES] += num_bad - self._num_bad
+        self._num_bad = num_bad
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Part`; labels that the file had stay, at 0."""
+        found = {of_tenant(name, label): 0.0 for name in TENANT_GAUGES for label in self._labels}
+        policy, slot_bytes = self.slots.by_tenant, self._planner.options.slot_bytes
+        for number, label in enumerate(self.slots.tenants.labels):
+            found[of_tenant("used_bytes", label)] = policy.held[number] * slot_bytes
+            found[of_tenant("guaranteed_bytes", label)] = policy.guaranteed[number] * slot_bytes
+        return found
+
+    def shutdown(self) -> None:
+        """See `Part`."""
+        self.file.close()
