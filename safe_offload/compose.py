@@ -62,7 +62,12 @@ class Composition:
         self._counters = counters
         block_bytes = max(1, specs.block_bytes(kv_cache_config))
         self.num_slots = config.num_slots_of(block_bytes)
-        self.events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
+        self.events = make_events(
+            vllm_config,
+            kv_cache_config,
+            is_lazy=config.lazy_offload,
+            is_shared=config.sharing is not None,
+        )
         num_groups = len(kv_cache_config.kv_cache_groups)
         directory = Directory(self.num_slots, num_groups, self.events)
         make_policy = POLICIES[config.eviction_policy]
@@ -112,11 +117,12 @@ class Composition:
         if self.events is not None:
             yield Events(self.events)
         if config.uses_blocks_of_others:
+            has_version = bool(config.tiers) and config.tiers[0].model_version is not None
             private = PrivateBlocks(
                 planner.hits,
                 planner.gpu,
                 tells_media_ids=media_ids.tells_media_ids(self._vllm_config),
-                vouches_for_adapters=bool(config.tiers and config.tiers[0].model_version),
+                vouches_for_adapters=has_version and config.sharing is None,
             )
             yield private
             if isinstance(slots, NodeSlots):

@@ -116,11 +116,10 @@ def require_shared_hashes(vllm_config: VllmConfig, where: str = '"tiers"') -> No
 
 def refuse_sharing(vllm_config: VllmConfig) -> None:
     """Raise a ConfigError if the host cache of this engine cannot be that of others, too."""
-    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
+    parallel = vllm_config.parallel_config
     problems = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "ranks on several machines": getattr(parallel, "nnodes", 1) > 1,
-        "KV events": events is not None and events.enable_kv_cache_events,
     }
     for problem in (name for name, is_there in problems.items() if is_there):
         raise ConfigError(

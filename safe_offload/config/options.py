@@ -278,12 +278,10 @@ VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
 
 
 def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
-    """Refuse what does not know yet that slots may be those of other engines."""
-    for field in ("tiers", "tenants", "pin_share", "kv_hints"):
-        if values.get(field):
-            key = SETTINGS[field].key
-            allowed, fix = "one of the two", f'remove "share", or "{key}"'
-            refuse("share", "node", f'"{key}" is also set', allowed, fix)
+    """Refuse tenants: a pool of several engines guarantees slots to engines, not to salts."""
+    if values.get("tenants"):
+        fix = 'remove "share", or "tenants"'
+        refuse("share", "node", '"tenants" is also set', "one of the two", fix)
 
 
 def _directory_tier(written: Mapping[str, object]) -> TierConfig:

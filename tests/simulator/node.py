@@ -50,6 +50,8 @@ class Node:
         self.hosts: dict[int, Host] = {}
         self.prefixes: dict[bytes, tuple[Sequel, int]] = {}
         self.ledgers: list[Ledger] = []
+        self.open_requests: list[Any] = []
+        """Of all engines: what they have computed may be stored."""
         self._watchers: list[tuple[EngineCore, Callable[[Iterable[int]], Any]]] = []
         self.mortal: EngineCore | None = None
         """Whose turn it is."""

@@ -507,6 +507,31 @@ PROFILES: dict[str, Profile] = {
         faults={FaultKind.DIE: 6, **COPY_FAULTS},
         num_engines=3,
     ),
+    "node-tiers": Profile(
+        "three engines with one host pool and one store, and each is killed at any step",
+        EngineShape(
+            num_slots=80,
+            num_blocks=26,
+            has_events=True,
+            extra={"share": "node", **tier_settings(wait_s=4 * WAIT_S, timeout_s=60)},
+        ),
+        Workload(num_requests=60, num_stems=10, num_steps=90, output_tokens=8, num_resets=1),
+        faults={FaultKind.DIE: 6},
+        tiers=(TierOptions(ticks_max=24, num_objects_max=160, latency_ticks=10),),
+        num_engines=3,
+    ),
+    "node-pins": Profile(
+        "three engines with one host pool; pins, hints and no-store requests",
+        EngineShape(
+            num_slots=80,
+            num_blocks=26,
+            has_events=True,
+            extra={"share": "node", "pin_share": 0.3, "kv_hints": True},
+        ),
+        Workload(num_requests=60, num_stems=6, num_steps=60, num_resets=1, has_wishes=True),
+        faults={FaultKind.DIE: 4},
+        num_engines=3,
+    ),
     "pins-tenants": Profile(
         "pins of four salts, with changing quotas",
         EngineShape(

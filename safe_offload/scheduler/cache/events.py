@@ -165,16 +165,25 @@ class KvEvents:
     Its state, which nothing else changes: the events that were not taken, the descriptions of what
     is being stored, `origins`, and whether all was withdrawn.
 
-    Bound: a description for each slot that is being stored, and the events of one step.
+    Bound: a description for each slot that is being stored, a key for each slot, and the events of
+    one step.
 
     Args:
         groups: what events say of each KV cache group.
         hash_block_size: tokens of one hash of a request.
+        is_shared: other engines store, too. What they store they tell, with its tokens.
     """
 
     def __init__(
-        self, groups: Sequence[kv_events.EventGroup], hash_block_size: int, origins: Origins
+        self,
+        groups: Sequence[kv_events.EventGroup],
+        hash_block_size: int,
+        origins: Origins,
+        *,
+        is_shared: bool = False,
     ) -> None:
+        self._is_shared = is_shared
+        self._of_others: set[Key] = set()
         self._groups = groups
         self._hash_block_size = hash_block_size
         self._origins = origins
@@ -252,6 +261,9 @@ class KvEvents:
             if key not in self._being_stored:  # forgotten meanwhile
                 continue
             description = self._being_stored.pop(key)
+            if description is None and self._is_shared:
+                self._of_others.add(key)
+                continue
             if description is None:  # a lazy store, long after its request
                 block_size = self._groups[key[0]].block_size
                 description = Description(None, [], block_size, None, None, None)
@@ -290,6 +302,8 @@ class KvEvents:
         for key in keys:
             if key in self._being_stored:
                 del self._being_stored[key]
+            elif key in self._of_others:
+                self._of_others.remove(key)
             else:
                 group_idx, block_hash = key
                 hashes[group_idx].append(maybe_convert_block_hash(block_hash))
@@ -305,12 +319,17 @@ class KvEvents:
 
 
 def make_events(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    is_lazy: bool,
+    is_shared: bool = False,
 ) -> KvEvents | None:
     """Return what makes KV events, if vLLM is to publish any.
 
     Args:
         is_lazy: blocks are stored after their requests have ended too.
+        is_shared: see `KvEvents`.
     """
     if not kv_events.publishes_kv_events(vllm_config):
         return None
@@ -328,4 +347,4 @@ def make_events(
     hash_block_size = sizes[1]
     hashes_per_block = max(group.block_size for group in groups) // hash_block_size
     num_kept = 2 * kv_cache_config.num_blocks * hashes_per_block if is_lazy else 0
-    return KvEvents(groups, hash_block_size, Origins(num_kept))
+    return KvEvents(groups, hash_block_size, Origins(num_kept), is_shared=is_shared)

@@ -67,10 +67,13 @@ class Fetches:
         return self._hits.slots.num_in_reach(user.request.cache_salt) >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
-        """Fetch blocks for a request; return the pieces.
+        """Fetch blocks for a request in pieces.
 
         Args:
             stages: of no more than `num_slots_left` blocks, each in the order of their tokens.
+
+        Returns:
+            Of the first blocks, if a pool of several engines has fewer slots after all.
         """
         num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
@@ -79,12 +82,16 @@ class Fetches:
             for stage in stages
             for start in range(0, len(stage.blocks), num_in_piece)
         ]
-        course = Course(max(b.tier for s in stages for b in s.blocks), num_blocks, len(pieces))
-        fetches = []
+        granted = []
         for first_token, blocks in pieces:
             lease = self._leases.grant(LeaseKind.FETCH, len(blocks), user.request.cache_salt)
-            assert lease is not None
-            assert len(lease.slots) == len(blocks)
+            if lease is None:  # other engines of a pool read what is free
+                break
+            granted.append((first_token, blocks[: len(lease.slots)], lease))
+        wanted = [block for _, blocks, _ in granted for block in blocks]
+        course = Course(max((b.tier for b in wanted), default=0), len(wanted), len(granted))
+        fetches = []
+        for first_token, blocks, lease in granted:
             self._begin_store(blocks, lease, user)
             keys = Keys(bytes(b.group_idx for b in blocks), tuple(b.block_hash for b in blocks))
             tiers, slots = bytes(b.tier for b in blocks), ids_of(lease.slots)

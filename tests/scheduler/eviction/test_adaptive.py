@@ -9,11 +9,11 @@ import random
 
 import pytest
 
-from safe_offload.scheduler import adaptive
 from safe_offload.scheduler.eviction import returns
 from safe_offload.scheduler.eviction.adaptive import Adaptive, Order
 from safe_offload.scheduler.eviction.contest import HOLD_S, Contest
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.parts import eviction_order as adaptive
 from safe_offload.scheduler.parts.eviction_order import EvictionOrder
 from tests.scheduler.parts import part_of
 from tests.scheduler.rig import Rig

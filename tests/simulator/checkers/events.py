@@ -1,6 +1,6 @@
 """I12: replaying the KV events gives exactly what can be hit on the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.simulator.checkers.taps import tap
@@ -27,6 +27,10 @@ class EventChecker:
         self._blocks: dict[Any, tuple[Any, list[int], str | None]] = {}
         """By the hash of `EngineShape.hash_tokens` tokens: the hash before, the tokens, the salt"""
         self._num_hashes: dict[Any, int] = {}
+        self._stored_here: Replayed = set()
+        """By this engine of a pool, for requests: others tell what they have stored."""
+        if core.shape.has_events and core.node is not None:
+            tap(self._side.hits.directory, "begin_store", self._see_store)
         if core.shape.has_events:
             tap(core.scheduler, "add_request", self._see_request)
             tap(core.scheduler.kv_event_publisher, "publish", self._see_published)
@@ -36,6 +40,8 @@ class EventChecker:
         if not self._core.shape.has_events or self._side.hits.directory.events.is_pending:
             return
         expected = self._in_the_directory()
+        if self._core.node is not None:
+            expected &= self._stored_here | self.replayed
         if self.replayed != expected:
             raise Finding(
                 "I12",
@@ -60,6 +66,21 @@ class EventChecker:
             for block_hash in table
             if directory.find(group_idx, block_hash) is not None
         }
+
+    def _see_store(
+        self,
+        original: Callable[..., None],
+        slots: Sequence[int],
+        group_idx: int,
+        hashes: Sequence[bytes],
+        more_keys: Any,
+        owners: Sequence[Any] = (),
+    ) -> None:
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        original(slots, group_idx, hashes, more_keys, owners)
+        keys = {(group_idx, maybe_convert_block_hash(block_hash)) for block_hash in hashes}
+        self._stored_here = self._stored_here | keys if owners else self._stored_here - keys
 
     # ---- what vLLM knows and publishes ---------------------------------------------------------
 

@@ -38,7 +38,7 @@ class PinChecker:
         self._promises: dict[bytes, Promise] = {}
         self._planned_s = 0.0
         self._secret: list[Any] = []
-        self._open: list[Any] = []
+        self._open: list[Any] = [] if core.node is None else core.node.open_requests
         self.num_promises = self.num_kept = 0
         tap(core.scheduler, "add_request", self._see_request)
         tap(core.connector, "request_finished_all_groups", self._see_finish)
