@@ -118,13 +118,21 @@ def refuse_sharing(vllm_config: VllmConfig) -> None:
     """Raise a ConfigError if the host cache of this engine cannot be that of others, too."""
     parallel = vllm_config.parallel_config
     problems = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "ranks on several machines": getattr(parallel, "nnodes", 1) > 1,
+        "pipeline parallelism": (
+            parallel.pipeline_parallel_size > 1,
+            "the ranks of two stages keep different layers, and all ranks use one pool",
+        ),
+        "ranks on several machines": (
+            getattr(parallel, "nnodes", 1) > 1,
+            "a pool is memory of one machine",
+        ),
     }
-    for problem in (name for name, is_there in problems.items() if is_there):
-        raise ConfigError(
-            f'"share": "node" and {problem} are not supported together. Fix: remove one of the two.'
-        )
+    for problem, (is_there, why) in problems.items():
+        if is_there:
+            raise ConfigError(
+                f'"share": "node" and {problem} are not supported together: {why}. '
+                "Fix: remove one of the two."
+            )
 
 
 def has_hash_seed(algorithm: str) -> bool:

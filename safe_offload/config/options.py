@@ -280,8 +280,10 @@ VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
 def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
     """Refuse tenants: a pool of several engines guarantees slots to engines, not to salts."""
     if values.get("tenants"):
-        fix = 'remove "share", or "tenants"'
-        refuse("share", "node", '"tenants" is also set', "one of the two", fix)
+        problem = (
+            '"tenants" is also set, and engines of a pool do not tell each other whose a slot is'
+        )
+        refuse("share", "node", problem, "one of the two", 'remove "share", or "tenants"')
 
 
 def _directory_tier(written: Mapping[str, object]) -> TierConfig:

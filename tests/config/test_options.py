@@ -351,18 +351,11 @@ def test_the_tables_on_the_page_are_those_of_the_settings():
     assert found == config_table.tables(), "write them again: python -m tests.config_table"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("tiers", [{"url": "file:///mnt/kv"}]),
-        ("tenants", "/etc/tenants.json"),
-        ("pin_share", 0.5),
-        ("kv_hints", True),
-    ],
-)
-def test_what_does_not_know_of_shared_slots_is_refused_beside_them(key, value):
-    with pytest.raises(ConfigError, match=f'remove "share", or "{key}"'):
-        OffloadConfig.from_extra_config({"share": "node", key: value}, world_size=1)
+def test_tenants_are_refused_beside_shared_slots():
+    with pytest.raises(ConfigError, match='remove "share", or "tenants"'):
+        OffloadConfig.from_extra_config(
+            {"share": "node", "tenants": "/etc/tenants.json"}, world_size=1
+        )
 
 
 def test_a_host_cache_is_shared_where_that_is_written():

@@ -22,6 +22,7 @@ from tests.engine.engines import (
     make_prompts,
     num_hit_tokens,
     run,
+    tier_at,
 )
 from tests.engine.http_server import HttpServer, make_body
 from tests.worker.waiting import wait_until
@@ -115,13 +116,13 @@ def serve(model, tmp_path):
     """Start servers of one model that share their host cache."""
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, *arguments: str, num_slots: int = 200) -> HttpServer:
+        def start(name: str, *arguments: str, num_slots: int = 200, **extra: Any) -> HttpServer:
             return stack.enter_context(
                 HttpServer(
                     model("llama"),
                     tmp_path / name,
                     num_blocks=40,
-                    config=connector(num_slots, share="node", verify="load"),
+                    config=connector(num_slots, share="node", verify="load", **extra),
                     arguments=arguments,
                 )
             )
@@ -171,26 +172,46 @@ def test_two_servers_share_what_either_has_computed_and_one_is_killed(serve, poo
     assert any(pool.num_filled for pool in find_pools() if pool.path == path)
 
 
-def test_data_parallel_engines_share_what_either_has_computed(serve, pools):
-    prompt = make_prompts(641)["A"]
-    server = serve("server", "--data-parallel-size", "2")
+def ask_engine(server: HttpServer, number: int, prompt: list[int], **params: Any) -> Any:
+    """Send a prompt to one of two data-parallel engines; returns the answer."""
+    body = make_body(prompt, 4) | {"kv_transfer_params": params}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-data-parallel-rank": str(number)},
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
+def test_data_parallel_engines_share_what_either_has_computed_over_a_tier(serve, pools, tmp_path):
+    """One pool over one directory, with pins and KV events; then both are started anew."""
+    prompt, num_hit = make_prompts(641)["A"], num_hit_tokens(641)
+    events = json.dumps({"enable_kv_cache_events": True, "publisher": "null"})
+    server = serve(
+        "server",
+        *("--data-parallel-size", "2", "--kv-events-config", events),
+        tiers=[tier_at(tmp_path / "disk")],
+        pin_share=0.5,
+        kv_hints=True,
+    )
     server.wait_until_healthy()
     assert sorted(pools.of(server.log())) == ["created", "found"]
-
-    def ask(engine: int) -> list[int]:
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps(make_body(prompt, 4)).encode(),
-            {"Content-Type": "application/json", "X-data-parallel-rank": str(engine)},
-        )
-        with urllib.request.urlopen(request) as response:
-            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
-        return tokens
-
-    answer = ask(0)
+    first = ask_engine(server, 0, prompt, pin_s=600)
+    answer = first["choices"][0]["token_ids"]
+    assert first["kv_transfer_params"]["pinned_tokens"] == num_hit
     server.settle()
-    assert ask(1) == answer
-    server.wait_for(lambda: server.count("loaded_tokens") == num_hit_tokens(641), "the hit")
+    assert ask_engine(server, 1, prompt)["choices"][0]["token_ids"] == answer
+    server.wait_for(lambda: server.count("loaded_tokens") == num_hit, "the hit")
     assert server.count("borrowed_blocks") == server.count("loaded_blocks")
     assert server.count("pool_engines") == 2 * 2  # as each of them says
     assert 0 < server.count("own_slots") < server.count("slots")
+    server.wait_for(lambda: server.count("spilled_blocks") == num_hit // 32, "the tier")
+    server.stop()
+    (path,) = pools.paths
+    wait_until(lambda: remove_pool(path) == "")
+    server.start()
+    server.wait_until_healthy()
+    assert ask_engine(server, 1, prompt)["choices"][0]["token_ids"] == answer
+    server.wait_for(lambda: server.count("loaded_tokens") == num_hit, "the hit")
+    assert server.count("fetched_blocks") == num_hit // 32
