@@ -155,7 +155,10 @@ def pack(options: argparse.Namespace, out: Path, version: str, preset: int) -> i
 
 def rehearse(packed: Path) -> int:
     """Unpack and try all with this Python; return the exit status."""
-    script = '. "$0/unpack.sh" "$0/unpacked" && exec "$PYTHON" -m tests.gpu.pack.rehearse'
+    # torch for CUDA brings triton, which an environment for a CPU lacks, and imports of vLLM use.
+    pip("install", "--no-deps", "--no-compile", "--target", str(packed / "triton"), "triton")
+    script = '. "$0/unpack.sh" "$0/unpacked" && PYTHONPATH="$PYTHONPATH:$0/triton" '
+    script += 'exec "$PYTHON" -m tests.gpu.pack.rehearse'
     command = ["bash", "-c", script, str(packed)]
     return subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}).returncode
 
