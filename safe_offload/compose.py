@@ -109,15 +109,15 @@ class Composition:
 
     def make_planner(self, gpu: GpuBlocks) -> Planner:
         """Return the scheduler side over vLLM's blocks."""
-        return Planner(self._hits, gpu, self._options, self._counters, self._parts)
+        return Planner(self._hits, gpu, self._options, self._counters, self.parts)
 
-    def _parts(self, planner: Planner) -> Iterator[Part]:
+    def parts(self, planner: Planner) -> Iterator[Part]:
         """Yield what the configuration asks for; those that are asked first come first."""
         config, slots = self._config, self._slots
         if self.events is not None:
             yield Events(self.events)
         if config.uses_blocks_of_others:
-            has_version = bool(config.tiers) and config.tiers[0].model_version is not None
+            has_version = bool(config.tiers and config.tiers[0].model_version)
             private = PrivateBlocks(
                 planner.hits,
                 planner.gpu,

@@ -219,7 +219,7 @@ class TierPending(Pending):
 
 
 @dataclass(slots=True, eq=False)
-class Course:
+class FetchBatch:
     """All that is fetched for one request at one time, so that it can be timed.
 
     Attributes:
@@ -248,7 +248,7 @@ class Course:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fetch(TierPending):
-    """A part of a course.
+    """A part of a batch.
 
     Bound: the requests that vLLM has.
 
@@ -259,7 +259,7 @@ class Fetch(TierPending):
     """
 
     epoch: int
-    course: Course
+    batch: FetchBatch
     users: set[RequestState]
     first_token: int
 

@@ -62,7 +62,7 @@ class FifoGate:
             assert self._bytes >= 0
         self._let_in()
 
-    def hurry(self, turn: Turn) -> None:
+    def skip_ahead(self, turn: Turn) -> None:
         """Let a transfer in now, whatever is in flight."""
         turn.is_urgent = True
         if turn.granted is not None and not turn.granted.done():

@@ -183,7 +183,7 @@ class Transfers:
         fenced = [self._pending[i] for i in transfer_ids if i in self._pending]
         for pending in fenced:
             if not pending.decided.is_set():
-                self._loop.call(self._gate_of(pending).hurry, pending.turn)
+                self._loop.call(self._gate_of(pending).skip_ahead, pending.turn)
         deadline_s = self._loop.now_s() + FENCE_TIMEOUT_S
         for pending in fenced:
             if self._ended.is_set():

@@ -31,7 +31,10 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler.cache.leases import LeaseKind
+from safe_offload.scheduler.parts.wishes import Wishes
+from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.node.engines import hash_of, pools_in, wanted
+from tests.scheduler.parts import part_of
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.peers import PeerEngine, peer_shape
 from tests.simulator.vllm_setup import OURS
@@ -398,7 +401,7 @@ def pinned(count: int, closing: Closing, **extra: Any) -> tuple[PeerEngine, mock
     prompts = [[*prompt_behind(count, number), 3, 4, 5] for number in range(count)]
     send(engine, "pin", prompts, kv_transfer_params={"pin_s": 600})
     engine.drain(100_000)
-    pins = engine.connector.side.pins
+    pins = part_of(engine.connector.side, Wishes).pins
     assert len(pins) == count
     assert count < pins.num_slots <= 3 * count
     return engine, clock
@@ -427,7 +430,7 @@ def _overpinned(count: int, closing: Closing) -> PeerEngine:
     engine, _ = pinned(count, closing, tenants=tenants_file(closing, [["other"]], "1%"))
     side = engine.connector.side
     closing.callback(side.shutdown)
-    side.slots.by_tenant.guaranteed[1] = side.slots.num_usable
+    side.hits.slots.by_tenant.guaranteed[1] = side.hits.slots.num_usable
     engine.send("next", [8, 9], 1)
     return engine
 
@@ -447,7 +450,7 @@ def _demoted(count: int, _: Closing) -> PeerEngine:
         engine.step()
     for _step in range(5):
         engine.step()
-    assert len(side._demoted) == count
+    assert len(part_of(side, Wishes)._demoted) == count
     engine.send("next", [8, 9], 2)
     return engine
 
@@ -520,7 +523,8 @@ def with_tier(num_blocks: int, closing: Closing, num_slots: int, **options: Any)
 def _spills(count: int, closing: Closing) -> PeerEngine:
     engine = with_tier(2 * count + 100, closing, num_slots=count + 100)
     engine.send("r", own_prompt(0, count), 200)
-    queue, held = engine.connector.side.tiers.spills._queue, engine.connector.side.hits.directory
+    side = engine.connector.side
+    queue, held = part_of(side, Tiers).spills._queue, side.hits.directory
     while held.num_held < count:
         engine.step()
     engine.step()
@@ -582,7 +586,7 @@ def _burst_from_tier(count: int, closing: Closing) -> PeerEngine:
 @scene("the step after that: all wait for what a tier brings", first=100)
 def _waiting_for_tier(count: int, closing: Closing) -> PeerEngine:
     engine = _burst_from_tier(count, closing)
-    while engine.connector.side.tiers.lookups.wanting:
+    while part_of(engine.connector.side, Tiers).lookups.wanting:
         engine.step()
     return engine
 
@@ -671,7 +675,7 @@ def in_pool(
     engine.worker.step = step_with  # type: ignore[method-assign]
     engine.send("first", [1, 2], 1)
     engine.drain()
-    assert engine.connector.side.slots.table is not None
+    assert engine.connector.side.hits.slots.table is not None
     slots = np.flatnonzero(np.repeat(table.owners == 1, table.lot_slots)[:num_slots])
     first = engine.make_request(prompt).block_hashes
     hashes = [*first, *(hash_of(1, place) for place in range(len(slots) - len(first)))]

@@ -17,10 +17,12 @@ import pytest
 from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.node.slots import NodeSlots
+from safe_offload.scheduler.parts.wishes import Wishes
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
 from safe_offload.scheduler.tiers import promotions, spills
 from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
 from tests.benchmarks.growth_scenes import SCENES, make_engine, pinned
+from tests.scheduler.parts import part_of
 
 SCENE_OF = {scene.name: scene for scene in SCENES}
 
@@ -85,14 +87,16 @@ def test_hooks_may_grow_as_fast_as_what_vllm_does_itself():
 def test_pins_of_one_prefix_hold_a_lease_of_it_together():
     with ExitStack() as closing:
         engine, _ = pinned(40, closing)
-    leases = [lease for lease in engine.connector.side.leases if lease.kind is LeaseKind.PIN]
-    assert sum(len(lease.slots) for lease in leases) == engine.connector.side.pins.num_slots
+    side = engine.connector.side
+    leases = [lease for lease in side.leases if lease.kind is LeaseKind.PIN]
+    assert sum(len(lease.slots) for lease in leases) == part_of(side, Wishes).pins.num_slots
 
 
 def test_pins_that_share_a_prefix_come_and_go_in_any_order():
     """What is leased is what the pins that are left need; compared with a list of each."""
     engine = make_engine(2000, extra={"pin_share": 0.9})
     chance, side = random.Random(0), engine.connector.side
+    pins = part_of(side, Wishes).pins
     paths = [tuple(range(100 * tree, 100 * tree + 30)) for tree in range(3)]
     for number in range(60):
         path = chance.choice(paths)
@@ -107,24 +111,24 @@ def test_pins_that_share_a_prefix_come_and_go_in_any_order():
         number = chance.randrange(len(paths))
         key = b"key %d" % (number % 50)  # some have the answers of several
         if chance.random() < 0.5:
-            side.pins.remove([key])
+            pins.remove([key])
             pinned.pop(key, None)
         else:
             path = [slots[place] for place in paths[number]]
-            assert side.pins.add(key, path, 600)
+            assert pins.add(key, path, 600)
             pinned.setdefault(key, set()).update(path)
         if chance.random() < 0.02:
             lost = chance.choice(slots)
             side.hits.slots.forget([lost])
-            side.pins.set_time(0)
+            pins.set_time(0)
             for held in pinned.values():
                 held.discard(lost)
             paths = [p for p in paths if lost not in [slots[place] for place in p]]
         expected = set().union(*pinned.values())
-        assert side.pins._counts.keys() == expected
+        assert pins._counts.keys() == expected
         leased = {s for lease in side.leases if lease.kind is LeaseKind.PIN for s in lease.slots}
         assert leased == expected
-        side.pins.check_invariants()
-    side.pins.remove([*pinned])
-    assert not side.pins._stretches
-    assert not side.pins._first
+        pins.check_invariants()
+    pins.remove([*pinned])
+    assert not pins._stretches
+    assert not pins._first

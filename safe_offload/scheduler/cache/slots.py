@@ -200,13 +200,13 @@ class SlotPool:
             slots = list(filterfalse(set(first).__contains__, slots))
         self._evictable.release(slots[::-1], self._now_s)
         if first:
-            self._evictable.hurry(first, self._now_s)
+            self._evictable.evict_first(first, self._now_s)
 
     def evict_first(self, slots: Sequence[int]) -> None:
         """Let those of the slots that are evictable go before all others, in this order."""
         slots = self._unleased(slots)
         self._evictable.hold(slots)
-        self._evictable.hurry(slots, self._now_s)
+        self._evictable.evict_first(slots, self._now_s)
 
     def _unleased(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that hold something and that nothing leases."""

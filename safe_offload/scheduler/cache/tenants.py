@@ -56,8 +56,8 @@ class TenantPolicy(EvictionPolicy):
         self.evicted: Counter[int] = Counter()
         self.asking = self.num_asked = 0
 
-    release, lease, hold, hurry, forget = map(
-        _for_each, ("release", "lease", "hold", "hurry", "forget")
+    release, lease, hold, evict_first, forget = map(
+        _for_each, ("release", "lease", "hold", "evict_first", "forget")
     )
 
     def split(self, slots: list[int]) -> Iterator[tuple[EvictionPolicy, list[int]]]:

@@ -57,7 +57,7 @@ class EvictionPolicy:
         """Take out slots whose content is read, leased or not, which is no use of it (a spill)."""
         self._queue.remove(slots)
 
-    def hurry(self, slots: Sequence[int], now_s: float) -> None:
+    def evict_first(self, slots: Sequence[int], now_s: float) -> None:
         """Make filled slots evictable before all others, the first of them first; see `release`."""
         self._queue.prepend(slots, now_s)
 

@@ -39,7 +39,7 @@ class Returns(EvictionPolicy):
     may_refuse = True
 
     def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
-        super().__init__(num_slots, hashes)  # its queue has what was hurried
+        super().__init__(num_slots, hashes)  # its queue has what goes first
         self._hashes = hashes or [None] * num_slots
         self._now_s = 0.0
         self._last_ticket = 0

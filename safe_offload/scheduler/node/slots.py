@@ -315,7 +315,7 @@ class NodeSlots(SlotPool):
         self._leased.update(bad)
         self._empty += [slot for slot in reversed(unknown) if slot not in self._leased]
         filled = [s for s in slots if hashes[s] is not None and s not in self._leased]
-        self._evictable.hurry(filled, self._now_s)
+        self._evictable.evict_first(filled, self._now_s)
         return len(slots)
 
     def publish(self, slots: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import FAILED_FETCHES, Count
 from safe_offload.protocol import Keys, TierTransfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseKind
-from safe_offload.scheduler.pending import Course, Fetch, Ledger
+from safe_offload.scheduler.pending import Fetch, FetchBatch, Ledger
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
@@ -89,7 +89,7 @@ class Fetches:
                 break
             granted.append((first_token, blocks[: len(lease.slots)], lease))
         wanted = [block for _, blocks, _ in granted for block in blocks]
-        course = Course(max((b.tier for b in wanted), default=0), len(wanted), len(granted))
+        batch = FetchBatch(max((b.tier for b in wanted), default=0), len(wanted), len(granted))
         fetches = []
         for first_token, blocks, lease in granted:
             self._begin_store(blocks, lease, user)
@@ -103,7 +103,7 @@ class Fetches:
                 lease=lease,
                 missing=set(),
                 epoch=self._hits.directory.epoch,
-                course=course,
+                batch=batch,
                 users={user},
                 first_token=blocks[0].first_token if self._hits.geometry.is_plain else first_token,
             )
@@ -152,7 +152,7 @@ class Fetches:
     def sent(self, now_s: float) -> None:
         """The workers are told of the new fetches."""
         for fetch in self.ledger.sent():
-            fetch.course.sent(now_s)
+            fetch.batch.sent(now_s)
 
     def settle(self, fetch: Fetch) -> list[int]:
         """Every rank has reported a fetch: publish what has come; return its slots."""

@@ -160,4 +160,4 @@ def _offer(lookup: LookUp, hit: TieredHit, first_token: int) -> Offer:
 def _farthest(hit: TieredHit, shared: list[Fetch]) -> int:
     """Return the number of the farthest tier that something comes from."""
     tiers = [block.tier for block in hit.blocks]
-    return max([*tiers, *(fetch.course.tier for fetch in shared)], default=1)
+    return max([*tiers, *(fetch.batch.tier for fetch in shared)], default=1)

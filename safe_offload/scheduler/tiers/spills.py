@@ -95,7 +95,7 @@ class Spills:
 
     def fetched(self, fetch: Fetch, slots: Iterable[int]) -> None:
         """A fetch has brought blocks that can be found, in these slots."""
-        is_kept = fetch.course.tier > self._nearest_kept
+        is_kept = fetch.batch.tier > self._nearest_kept
         if not (is_kept or self.looks):
             return
         directory, message = self._directory, fetch.message
@@ -166,33 +166,35 @@ class Spills:
     def _make(self, generation: str) -> TierPending | None:
         """Lease the first blocks of the queue that the host still has."""
         queue, find = self._queue, self._directory.find
-        slots: list[int] = []
-        group_ids = bytearray()
-        hashes: list[bytes] = []
-        origins = bytearray()
+        found: list[tuple[int, int, bytes, int]] = []
         for slot in list(islice(queue, self._batch_max)):
             group_idx, block_hash, origin = queue.pop(slot)
             if block_hash in self._private:
                 continue
             if find(group_idx, block_hash) == slot:
-                slots.append(slot)
-                group_ids.append(group_idx)
-                hashes.append(block_hash)
-                origins.append(origin)
+                found.append((slot, group_idx, block_hash, origin))
             else:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
-        if not slots:
+        num_forgets, num_found = self._directory.num_forgets, len(found)
+        lease = self._leases.hold(LeaseKind.SPILL, [entry[0] for entry in found])
+        if self._directory.num_forgets != num_forgets:  # another engine has overwritten some
+            found = [entry for entry in found if find(entry[1], entry[2]) == entry[0]]
+            lease.keep(LeaseKind.SPILL, [entry[0] for entry in found])
+            self._counters[Count.DROPPED_SPILLS_EVICTED] += num_found - len(found)
+        if not found:
+            lease.release()
             return None
-        known = bytes(origins) if any(origins) else b""
+        slots, group_ids, hashes, origins = zip(*found, strict=True)
         if self.looks:  # what tiers will not take is not offered again while the host has it
             self._spilled.update(zip(slots, zip(hashes, repeat(0)), strict=True))
         transfer_id, ranks = self.ledger.open()
-        keys = Keys(bytes(group_ids), tuple(hashes))
+        known = bytes(origins) if any(origins) else b""
+        keys = Keys(bytes(group_ids), hashes)
         return TierPending(
             transfer_id=transfer_id,
             ranks_left=ranks,
             message=TierTransfer(transfer_id, keys, ids_of(slots), generation, known),
-            lease=self._leases.hold(LeaseKind.SPILL, slots),
+            lease=lease,
             missing=set(),
         )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import FETCH_S, PROBE_S, Count
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, TierMessages
-from safe_offload.scheduler.pending import Course, Fetch, Load, Store, TierPending
+from safe_offload.scheduler.pending import Fetch, FetchBatch, Load, Store, TierPending
 from safe_offload.scheduler.tiers.fetches import Fetches
 from safe_offload.scheduler.tiers.generation import Generation
 from safe_offload.scheduler.tiers.lookups import LookUps
@@ -69,7 +69,7 @@ class Tiers(Part):
         self.lookups = LookUps(*parts, private, self._probes, self.fetches)
         self._promotions = Promotions(*parts, tiered_hits, self.lookups, self.fetches)
         self._answered: list[PendingProbe] = []
-        self._fetched: list[Course] = []
+        self._fetched: list[FetchBatch] = []
         self._complete: list[TierPending] = []
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
         self._has_changed, self._plan_again_s = False, math.inf
@@ -144,10 +144,10 @@ class Tiers(Part):
             if probe.sent_s is not None:
                 self.costs.add_probe(len(probe.keys), now_s - probe.sent_s)
                 self._counters.observe(PROBE_S, now_s - probe.sent_s)
-        for course in self._fetched:
-            if course.sent_s is not None:
-                self.costs.add_fetch(course.tier, course.num_slots, now_s - course.sent_s)
-                self._counters.observe(FETCH_S, now_s - course.sent_s)
+        for batch in self._fetched:
+            if batch.sent_s is not None:
+                self.costs.add_fetch(batch.tier, batch.num_slots, now_s - batch.sent_s)
+                self._counters.observe(FETCH_S, now_s - batch.sent_s)
         self._answered, self._fetched = [], []
 
     # ---- the workers have reported -------------------------------------------------------------
@@ -186,9 +186,9 @@ class Tiers(Part):
 
     def _settle_fetch(self, fetch: Fetch) -> None:
         self.spills.fetched(fetch, self.fetches.settle(fetch))
-        course = fetch.course
-        if course.ended(is_whole=fetch.is_whole) and course.is_whole:
-            self._fetched.append(course)
+        batch = fetch.batch
+        if batch.ended(is_whole=fetch.is_whole) and batch.is_whole:
+            self._fetched.append(batch)
         self.lookups.fetched(fetch)
 
     def stored(self, store: Store) -> None:

@@ -137,7 +137,7 @@ class GpuBackend:
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         """Let the compute stream wait for the copy, on the device, once all of it was given."""
         assert isinstance(completion, GpuCompletion)
-        if not completion.lane.hurry(completion, timeout_s):
+        if not completion.lane.submit_now(completion, timeout_s):
             completion.cancel()  # what was not given yet would be read too late
             return False
         if completion.event is not None:

@@ -42,13 +42,13 @@ def test_in_the_order_lru_the_same_slots_go_as_with_lru(seed):
         some = chance.sample(sorted(evictable), chance.randint(0, len(evictable)))
         done = leased[: chance.randint(0, len(leased))]
         count = chance.randint(0, 12)
-        what = chance.choice(["release", "lease", "hold", "hurry", "evict", "forget"])
+        what = chance.choice(["release", "lease", "hold", "evict_first", "evict", "forget"])
         for policy in policies:
             if what == "release":
                 policy.release(done, now_s)
-            elif what == "hurry":
+            elif what == "evict_first":
                 policy.hold(some)
-                policy.hurry(some, now_s)
+                policy.evict_first(some, now_s)
             elif what == "evict":
                 told.append((policy.peek(count), policy.evict(count, now_s)))
             else:
@@ -64,7 +64,7 @@ def test_in_the_order_lru_the_same_slots_go_as_with_lru(seed):
             leased += told[0][1]
             for slot in told[0][1]:
                 held[slot] = None
-        elif what != "hurry":
+        elif what != "evict_first":
             evictable.difference_update(some)
             leased += some
         assert len(policies[0]) == len(policies[1]) == len(evictable)

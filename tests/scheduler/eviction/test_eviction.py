@@ -113,7 +113,7 @@ def test_what_is_to_go_first_goes_first_and_can_be_seen_before(policy):
     policy.lease([2])
     policy.release([2], 0.0)
     policy.hold([3, 2])
-    policy.hurry([3, 2], 1.0)
+    policy.evict_first([3, 2], 1.0)
     assert policy.peek(3) == [3, 2, 0]
     policy.release([4], 2.0)
     assert take_all(policy) == [3, 2, 0, 1, 4]
@@ -161,10 +161,10 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.evictable)
     @rule(data=st.data())
-    def hurry(self, data: st.DataObject) -> None:
+    def evict_first(self, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.sampled_from(self.evictable), unique=True))
         self.policy.hold(slots)
-        self.policy.hurry(slots, 50.0)
+        self.policy.evict_first(slots, 50.0)
         self.evictable = slots + [slot for slot in self.evictable if slot not in slots]
         assert self.policy.peek(len(slots)) == slots
 

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
+from safe_offload.scheduler.requests import RequestState
 from safe_offload.scheduler.tiers.private import PrivateBlocks
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.scheduler.parts import part_of
@@ -205,9 +206,9 @@ def test_what_is_hashed_until_a_request_ends_is_known(make_tiers):
     private = PrivateBlocks(rig.planner.hits, rig.planner.gpu, tells_media_ids=True)
     request = Request("a", [1] * 9, SamplingParams(max_tokens=4), None, block_hasher=rig._hasher)
     request.lora_request = LoRARequest("a", 1, "/adapters/a")
-    private.see(request)
+    private.seen(RequestState(request), may_read=True)
     request.append_output_token_ids([1, 2, 3])
-    private.end(request)
+    private.ended(RequestState(request))
     assert private.hashes == set(request.block_hashes)
     assert len(private.hashes) == 3
 
@@ -218,11 +219,11 @@ def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
     private = PrivateBlocks(rig.planner.hits, rig.planner.gpu, tells_media_ids=True)
     params = SamplingParams(max_tokens=4)
     request = Request("a", [1] * 8, params, None, block_hasher=rig._hasher, resumable=True)
-    private.see(request)
-    private.note()
+    private.seen(RequestState(request), may_read=True)
+    private.before_stores()
     assert not private.hashes
     where = PlaceholderRange(offset=9, length=2)
     request.mm_features = [MultiModalFeatureSpec(None, "image", "logo", where)]
     request.append_output_token_ids([2] * 8)
-    private.note()
+    private.before_stores()
     assert private.hashes == set(request.block_hashes[2:])
