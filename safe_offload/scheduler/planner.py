@@ -196,6 +196,8 @@ class Planner(SchedulerSide):
         self._messages, self._sent = self._all("messages"), self._all("sent")
         self._planned, self._updated = self._all("planned"), self._all("updated")
         self._reported, self._settled = self._all("reported"), self._all("settled")
+        self._gauges, self._count_into = self._all("gauges"), self._all("count_into")
+        self._note_others = self._all("note")
         self._stored, self._has_work = self._all("stored"), self._all("has_work")
 
     def _all(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -376,10 +378,11 @@ class Planner(SchedulerSide):
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
         """
-        for planning in self._planning:
-            planning(scheduler_output, now_s)
-        if self.ranks.has_dead:
-            self._stop()
+        if self._planning:
+            for planning in self._planning:
+                planning(scheduler_output, now_s)
+            if self.ranks.has_dead:
+                self._stop()
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:
             self._start_steps_left -= 1
@@ -394,15 +397,16 @@ class Planner(SchedulerSide):
         if self.outdated.tables:
             self._keep_out()
         new_loads, messages = self.loads.ledger.new, NO_MESSAGES
-        for before_stores in self._before_stores:
-            before_stores()
+        if self._before_stores:
+            for before_stores in self._before_stores:
+                before_stores()
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)
             loading = [load.owner for load in new_loads] if new_loads else ()
             self.policy.find(scheduler_output, self.book, loading)
         before, after, fences = self.stores.plan(self._early_written, scheduler_output)
-        if not self._is_disabled:
+        if self._messages and not self._is_disabled:
             for plan_messages in self._messages:
                 messages = plan_messages(now_s)
         if not (
@@ -495,16 +499,18 @@ class Planner(SchedulerSide):
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
-                for reported in self._reported:
-                    reported(report)
+                if self._reported:
+                    for reported in self._reported:
+                        reported(report)
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
                     self.policy.forget_table(state)
                     self.loads.compute_next(state)
-        for updated in self._updated:
-            updated()
+        if self._updated:
+            for updated in self._updated:
+                updated()
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
@@ -524,12 +530,13 @@ class Planner(SchedulerSide):
                     received.add(load.owner.request.request_id)
         for store in complete:
             if isinstance(store, Store):
-                if not self._is_disabled:
+                if self._stored and not self._is_disabled:
                     for stored in self._stored:
                         stored(store)
                 self.stores.settle(store)
-        for settled in self._settled:
-            settled(report)
+        if self._settled:
+            for settled in self._settled:
+                settled(report)
         for capacity in report.capacities:
             self.ranks.add_capacity(capacity)
         for facts in report.host_facts:
@@ -546,7 +553,7 @@ class Planner(SchedulerSide):
         transfer_id = outcome.transfer_id
         transfer = self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
         if transfer is None:
-            if not any(note(outcome) for note in self._all("note")):
+            if not any(note(outcome) for note in self._note_others):
                 self.counters[Count.STALE_REPORTS] += 1
             return None
         if outcome.rank not in transfer.ranks_left:
@@ -590,7 +597,7 @@ class Planner(SchedulerSide):
                 if transfer is not None:
                     transfer.reported(outcome.rank, None)
                 else:
-                    for note in self._all("note"):
+                    for note in self._note_others:
                         note(outcome)
         self.loads.give_up(self.book)
         self.stores.give_up()
@@ -664,8 +671,8 @@ class Planner(SchedulerSide):
 
     def count_into(self, counters: Counters) -> None:
         """See `Side`."""
-        for part in self.parts:
-            part.count_into(counters)
+        for count_into in self._count_into:
+            count_into(counters)
 
     def statistics(self) -> Statistics:
         """Return how it stands; see `Statistics`."""
@@ -685,7 +692,7 @@ class Planner(SchedulerSide):
     def gauges(self) -> dict[str, float]:
         """Return how the host pool stands now; see `observe.metrics.GAUGES`."""
         slots = self.hits.slots
-        return {
+        gauges = {
             "slots": slots.num_usable,
             "configured_slots": slots.num_slots,
             "used_slots": slots.directory.num_held - len(slots.directory.being_stored),
@@ -697,8 +704,10 @@ class Planner(SchedulerSide):
             "loads_in_flight": len(self.loads.ledger.in_flight),
             **self.costs.gauges(),
             **NO_PARTS,
-            **{name: number for part in self.parts for name, number in part.gauges().items()},
         }
+        for part_gauges in self._gauges:
+            gauges |= part_gauges()
+        return gauges
 
     @property
     def host_labels(self) -> Mapping[str, str]:

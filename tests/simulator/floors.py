@@ -58,6 +58,8 @@ FLOORS = {
     "tiers-far": Floor(stored=0.64, loaded=0.73, hit=1.29, fetched=0.12, shared=0.06),
     "node": Floor(stored=0.5, loaded=0.74, hit=0.9, shared=0.1),
     "node-hybrid": Floor(stored=0.9, loaded=0.7, hit=0.6, shared=0.1),
+    "node-tiers": Floor(stored=0.5, loaded=0.74, hit=0.9, fetched=0.07, shared=0.1),
+    "node-pins": Floor(stored=0.5, loaded=0.74, hit=0.6, shared=0.08),
     "pins-tenants": Floor(stored=0.5, loaded=0.6, hit=0.2),
     "pins": Floor(stored=0.5, loaded=0.75, hit=0.3),
     "pins-lazy": Floor(stored=0.5, loaded=0.5, hit=0.2),

@@ -93,21 +93,17 @@ class Stores:
         Returns:
             How many of the first blocks found a slot.
         """
-        if owner is not None:
-            return self._add(blocks, owner, owner.request.cache_salt, is_intact=is_intact)
-        if self._salts is None:
-            return self._add(blocks, None, None, is_intact=is_intact)
-        return sum(
-            self._add(part, None, salt, is_intact=is_intact)
-            for part, salt in self._salts.split(blocks)
-        )
-
-    def _add(
-        self, blocks: BlockSet, owner: RequestState | None, salt: str | None, *, is_intact: bool
-    ) -> int:
         num_found = len(blocks.blocks)
         if not num_found:
             return 0
+        salt = None
+        if owner is not None:
+            salt = owner.request.cache_salt
+        elif self._salts is not None:
+            parts = list(self._salts.split(blocks))
+            if len(parts) > 1:
+                return sum(self.add(part, None, is_intact=is_intact) for part, _ in parts)
+            salt = parts[0][1]
         num_wanted = min(num_found, self.num_blocks_max - self.num_blocks)
         if num_wanted < num_found:
             self._counters[Count.SKIPPED_STORES] += 1
