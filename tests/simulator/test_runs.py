@@ -66,6 +66,7 @@ REGRESSIONS = {
     # Blocks stayed reserved for requests that had given theirs back at a reset.
     "reserved for who gave back what had landed": ("shared-stalls", 23),
     "what another engine overwrote before its spill was leased": ("node-tiers", 83),
+    "what another engine overwrote before it was pinned": ("node-pins", 132),
     # It had learned its hashes; one that learned the same later took them along when it ended.
     "tokens of what is rescued": ("priority:host-pressure", 1),
     # A checker that took what a right draft had computed for what no step computes.

@@ -25,6 +25,9 @@ DEMOTED_MAX = 4096
 DEMOTED_BLOCKS = 8192
 """Of requests to be demoted that are looked at in one step: a few milliseconds."""
 
+TRIES_MAX = 8
+"""To pin what other engines of a pool overwrite meanwhile."""
+
 _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 """Of requests that another connector answers for."""
 
@@ -119,17 +122,22 @@ class Wishes(Part):
         def find(end: int) -> Any:
             return self._tiered_hits.find(hashes, 0, end, self._nowhere)
 
-        size = geometry.hash_block_size
-        num_pinned, slots = self.pins.cut(find, prompt_end, size)
-        if not num_pinned:
-            return num_wanted, 0
-        key = hashes[num_pinned // size - 1]
-        if not self.pins.add(key, slots, pin_s):
-            return num_wanted, 0
-        num_all, more = self.pins.cut(find, request.num_tokens, size)
-        if num_all > num_pinned:
-            self.pins.add(key, more, pin_s)
-        return num_wanted, max(num_pinned, num_all)
+        size, directory = geometry.hash_block_size, self._hits.directory
+        for _ in range(TRIES_MAX):
+            num_forgets = directory.num_forgets
+            num_pinned, slots = self.pins.cut(find, prompt_end, size)
+            if not num_pinned:
+                break
+            key = hashes[num_pinned // size - 1]
+            if not self.pins.add(key, slots, pin_s):
+                break
+            num_all, more = self.pins.cut(find, request.num_tokens, size)
+            if num_all > num_pinned:
+                self.pins.add(key, more, pin_s)
+            if directory.num_forgets == num_forgets:
+                return num_wanted, max(num_pinned, num_all)
+            self.pins.remove([key])  # another engine had overwritten some of it
+        return num_wanted, 0
 
     def _tell(self, request: Request, key: str, told: dict[str, int]) -> None:
         """Note what vLLM is to hand on to a client that wrote a key."""
