@@ -47,6 +47,9 @@ class Rig(ABC):
     def write(self, name: str, data: bytes) -> None: ...
 
     @abstractmethod
+    def read(self, name: str) -> bytes: ...
+
+    @abstractmethod
     def delete(self, name: str) -> None: ...
 
     def age(self, number: int, age_s: float) -> None:
@@ -92,6 +95,9 @@ class Folder(Rig):
         (self.root / name).parent.mkdir(parents=True, exist_ok=True)
         (self.root / name).write_bytes(data)
 
+    def read(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
     def delete(self, name: str) -> None:
         (self.root / name).unlink()
 
@@ -128,6 +134,9 @@ class Bucket(Rig):
     def write(self, name: str, data: bytes) -> None:
         obstore.put(self.bucket, name, data)
 
+    def read(self, name: str) -> bytes:
+        return bytes(obstore.get(self.bucket, name).bytes())
+
     def delete(self, name: str) -> None:
         obstore.delete(self.bucket, name)
 
@@ -148,6 +157,10 @@ class Keys(Rig):
 
     def write(self, name: str, data: bytes) -> None:
         self.client.set(name, data)
+
+    def read(self, name: str) -> bytes:
+        found: Any = self.client.get(name)
+        return bytes(found)
 
     def delete(self, name: str) -> None:
         self.client.delete(name)
