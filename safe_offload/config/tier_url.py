@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -22,15 +23,6 @@ SERVERS: Final = ("redis", "rediss", "unix")
 BUCKETS: Final = ("s3", "gs", "az")
 """Schemes of an object store."""
 URL_KEY: Final = "url"
-EXAMPLES: Final = {
-    "file": "file:///mnt/nvme/kv",
-    "redis": "redis://valkey.internal:6379",
-    "rediss": "rediss://valkey.internal:6379",
-    "unix": "unix:///run/valkey/valkey.sock",
-    "s3": "s3://bucket/kv",
-    "gs": "gs://bucket/kv",
-    "az": "az://container/kv",
-}
 URL_FORMS: Final = (
     "file:///DIRECTORY, redis://HOST or rediss://HOST (TLS; also valkey:// and valkeys://), "
     "unix:///SOCKET, s3://BUCKET, gs://BUCKET or az://CONTAINER"
@@ -53,7 +45,7 @@ class Location:
     """Where a tier is.
 
     Attributes:
-        scheme: one of `EXAMPLES`.
+        scheme: one of `KINDS`.
         path: of the directory or the socket, absolute; below which names a bucket is used, without
             a slash at either end; empty for a server.
         host: name or address of a server, or a bucket.
@@ -74,19 +66,19 @@ class Location:
     @property
     def label(self) -> str:
         """Return the url without user and password."""
-        if self.scheme in BUCKETS:
-            return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
         database = f"/{self.database}" if self.database else ""
         if self.scheme in ("redis", "rediss"):
             host = f"[{self.host}]" if ":" in self.host else self.host
             return f"{self.scheme}://{host}:{self.port}{database}"
+        if self.host:
+            return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
         query = f"?db={self.database}" if self.database else ""
         return f"{self.scheme}://{self.path}{query}"
 
 
 def read_url(key: str, value: object) -> Location:
     """Return what a url means; a ConfigError has one that can be meant."""
-    example = EXAMPLES["file"]
+    example = KINDS[FILE].example
     if not isinstance(value, str):
         refuse(key, value, "this is not a string", URL_FORMS, f'write "{key}": "{example}"')
     match = _SCHEME.match(value)
@@ -97,22 +89,23 @@ def read_url(key: str, value: object) -> Location:
         shown_value = value if value.startswith("/") else NOT_SHOWN
         refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
     scheme = _meant_by(match[1].lower())
-    example = EXAMPLES.get(scheme, example)
+    kind = KINDS.get(scheme)
+    example = kind.example if kind else example
     found: Location | None = None
     fix = ""
     if scheme == FILE:
         found, problem, fix = _read_file(match[2])
-    elif scheme in EXAMPLES and value.isprintable():
+    elif kind and value.isprintable():
         try:
-            found, problem = _READERS[scheme](scheme, urlsplit(value))
+            found, problem = kind.read(scheme, urlsplit(value))
         except ValueError:  # a port that is no number, brackets that do not close
             problem = "the host or port is invalid"
-    elif scheme in EXAMPLES:
+    elif kind:
         problem = "it contains unprintable characters"
     else:
         problem = f'the scheme "{scheme}" is unknown'
-        nearest = difflib.get_close_matches(scheme, (*EXAMPLES, *_SAME), n=1)
-        example = EXAMPLES[_meant_by(nearest[0])] if nearest else example
+        nearest = difflib.get_close_matches(scheme, (*KINDS, *_SAME), n=1)
+        example = KINDS[_meant_by(nearest[0])].example if nearest else example
         fix = ", or remove this tier"
     if found is None or problem:
         fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
@@ -218,11 +211,40 @@ def _no_query(url: SplitResult) -> str:
     return ""
 
 
-_READERS: Final = {
-    "redis": _read_server,
-    "rediss": _read_server,
-    "unix": _read_socket,
-    **dict.fromkeys(BUCKETS, _read_bucket),
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A kind of place, by the scheme of its urls.
+
+    Attributes:
+        store: the module of its `Store`, and the class.
+        settings: that only some schemes have, by their keys.
+        read: from the scheme and a url to where it is, and what is wrong with it.
+    """
+
+    example: str
+    store: str
+    settings: tuple[str, ...] = ()
+    read: Callable[[str, SplitResult], tuple[Location, str]] = _read_bucket
+
+
+_OF_SERVER: Final = ("connections", "ttl", "password_file")
+_FILES, _VALKEY, _BUCKET_STORE = (
+    "safe_offload.tiers.files.store:FileStore",
+    "safe_offload.tiers.valkey.store:ValkeyStore",
+    "safe_offload.tiers.objects.store:BucketStore",
+)
+_WITH_TLS: Final = (*_OF_SERVER, "ca_file", "cert_file", "key_file")
+_OF_BUCKET: Final = ("connections", "endpoint")
+
+KINDS: Final = {
+    FILE: Scheme("file:///mnt/nvme/kv", _FILES, ("capacity", "threads")),
+    "redis": Scheme("redis://valkey.internal:6379", _VALKEY, _OF_SERVER, _read_server),
+    "rediss": Scheme("rediss://valkey.internal:6379", _VALKEY, _WITH_TLS, _read_server),
+    "unix": Scheme("unix:///run/valkey/valkey.sock", _VALKEY, _OF_SERVER, _read_socket),
+    "s3": Scheme("s3://bucket/kv", _BUCKET_STORE, _OF_BUCKET),
+    "gs": Scheme("gs://bucket/kv", _BUCKET_STORE, _OF_BUCKET),
+    "az": Scheme("az://container/kv", _BUCKET_STORE, _OF_BUCKET),
 }
+"""Every kind of place: another one is a line here and a class."""
 
 URL: Final = Setting(URL_KEY, Kind(URL_FORMS, read_url), None, "Location of the tier; required.")

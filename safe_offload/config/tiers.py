@@ -30,9 +30,8 @@ from safe_offload.config.settings import (
 )
 from safe_offload.config.tier_url import (
     BUCKETS,
-    EXAMPLES,
     FILE,
-    SERVERS,
+    KINDS,
     URL,
     URL_FORMS,
     URL_KEY,
@@ -215,17 +214,17 @@ TIER_SETTINGS: Final = settings_of(TierConfig)
 TIER_KEYS: Final = (URL_KEY, *(row.key for row in TIER_SETTINGS.values()))
 _MAXMEMORY: Final = "; set the server's maxmemory, with allkeys-lru"
 _LIFECYCLE: Final = "; use a lifecycle rule of the bucket"
-# Settings that only some schemes have, and what stands in their place elsewhere.
+# Settings that only some schemes have (`KINDS`), and what stands in their place elsewhere.
 _ONLY: Final = {
-    "capacity": ((FILE,), f"{_MAXMEMORY}, or{_LIFECYCLE[1:]}"),
-    "threads": ((FILE,), '; use "connections"'),
-    "connections": ((*SERVERS, *BUCKETS), '; use "threads"'),
-    "ttl": (SERVERS, f', or write "capacity"; for a bucket,{_LIFECYCLE[1:]}'),
-    "password_file": (SERVERS, ""),
-    "ca_file": (("rediss",), ", or write rediss:// for TLS"),
-    "cert_file": (("rediss",), ", or write rediss:// for TLS"),
-    "key_file": (("rediss",), ", or write rediss:// for TLS"),
-    "endpoint": (BUCKETS, ""),
+    "capacity": f"{_MAXMEMORY}, or{_LIFECYCLE[1:]}",
+    "threads": '; use "connections"',
+    "connections": '; use "threads"',
+    "ttl": f', or write "capacity"; for a bucket,{_LIFECYCLE[1:]}',
+    "password_file": "",
+    "ca_file": ", or write rediss:// for TLS",
+    "cert_file": ", or write rediss:// for TLS",
+    "key_file": ", or write rediss:// for TLS",
+    "endpoint": "",
 }
 # What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
 _FIELDS_ALIKE: Final[Mapping[str, type]] = {"store": str, "model_version": bool}
@@ -298,9 +297,10 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
 
 def _require_fitting(location: Location, place: str, written: Mapping[str, object]) -> None:
     """Refuse settings that mean nothing for a tier at this place."""
-    for key, (schemes, instead) in _ONLY.items():
-        if key in written and location.scheme not in schemes:
-            which = f"{EXAMPLES[location.scheme].partition(':')[0]}:// has no such setting"
+    for key, instead in _ONLY.items():
+        if key in written and key not in KINDS[location.scheme].settings:
+            which = f"{location.scheme}:// has no such setting"
+            schemes = (scheme for scheme, kind in KINDS.items() if key in kind.settings)
             allowed = "it beside " + ", ".join(f"{each}://" for each in schemes)
             refuse(NestedKey(key, place), written[key], which, allowed, f"remove it{instead}")
     if location.password and "password_file" in written:

@@ -58,18 +58,40 @@ class Name:
     mark: int = field(default=0, compare=False)
 
 
+class PlaceError(OSError):
+    """A place cannot be used as asked. There is no secret in it.
+
+    Attributes:
+        fix: what to do, as a sentence without its full stop; empty if that is not known.
+        is_down: the place does not answer; it may later.
+    """
+
+    def __init__(self, problem: str, fix: str = "", *, is_down: bool = False) -> None:
+        super().__init__(f"{problem}. {fix}" if fix else problem)
+        self.problem, self.fix, self.is_down = problem, fix, is_down
+
+    def said_of(self, label: str) -> str:
+        """Return in a line what is wrong with a place, and the fix."""
+        fix = self.fix or "Check the log of its server"
+        return f"{label}: {self.problem}. Fix: {fix[0].lower()}{fix[1:]}."
+
+
 class Tier(Protocol):
     """A place for objects.
 
     Attributes:
         label: for the log and the metrics; no secret is in it.
-        used_bytes: what it holds; -1 where that is not known.
-        num_evicted: objects that this process has deleted to keep its capacity.
     """
 
     label: str
-    used_bytes: int
-    num_evicted: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Return what it holds; -1 where that is not known."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Return how many objects this process has deleted to keep its capacity."""
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
         """Return which objects are there; they may be gone when they are fetched.

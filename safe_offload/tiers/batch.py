@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.seal import PLAIN, Digest, Seal
 from safe_offload.tiers.waiting import outlast
 
 _BAD_NAMES_MAX: Final = 100_000
@@ -16,16 +18,28 @@ _BAD_NAMES_MAX: Final = 100_000
 class Batch:
     """The objects of one call, known by their index, and what became of each.
 
+    A store moves bytes; what they are worth is judged here, while the next ones come.
+
     Attributes:
         left: what has not been begun.
         results: CANCELLED for what has not ended.
+        undescribed: namespaces that have lost their description, or never had one.
     """
 
-    def __init__(self, names: Sequence[Name], slots: Sequence[Buffers]) -> None:
+    def __init__(
+        self,
+        names: Sequence[Name],
+        slots: Sequence[Buffers],
+        seal: Seal = PLAIN,
+        bad_names: Collection[Name] = (),
+    ) -> None:
         self.names = names
         self.slots = slots
         self.left = deque(range(len(names)))
         self.results = [Result.CANCELLED] * len(names)
+        self.undescribed: set[bytes] = set()
+        self._seal = seal
+        self._bad_names = bad_names
 
     def take_left(self) -> Iterator[int]:
         """Yield what has not been begun; several threads may do so at the same time."""
@@ -40,6 +54,53 @@ class Batch:
         """Note what became of some objects."""
         for index in indices:
             self.results[index] = result
+
+    def is_bad(self, index: int) -> bool:
+        """Return whether what is there cannot be used, so that it is to be written over."""
+        return self.names[index] in self._bad_names
+
+    def size_of(self, index: int) -> int:
+        """Return the bytes of an object as it is stored, with its header."""
+        return HEADER_BYTES + sum(buffer.nbytes for buffer in self.slots[index])
+
+    # ---- writing: the header that comes before the bytes of a slot -----------------------------
+
+    def header(self, index: int) -> bytes:
+        """Return the header of an object; see `Seal`."""
+        return self._seal.header(self.names[index], self.slots[index])
+
+    async def header_async(self, index: int) -> bytes:
+        """Return what `header` does, on another thread if it takes long."""
+        return await self._seal.header_async(self.names[index], self.slots[index])
+
+    async def whole(self, index: int) -> bytes:
+        """Return a copy of an object as it is stored."""
+        return b"".join((await self.header_async(index), *self.slots[index]))
+
+    # ---- reading: what came, DONE, CORRUPT or FOREIGN ------------------------------------------
+
+    def begin_digest(self) -> Digest | None:
+        """See `Seal.begin_digest`."""
+        return self._seal.begin_digest()
+
+    def judge(self, index: int, header: bytes, buffers: Sequence[memoryview]) -> Result:
+        """Return what an object is worth, from its header and its bytes."""
+        return self._seal.judge(header, self.names[index], buffers)
+
+    async def judge_async(self, index: int, header: bytes, digest: Digest | None = None) -> Result:
+        """Return what `judge` does of the bytes in the slot, on another thread if it takes long."""
+        name, slot = self.names[index], self.slots[index]
+        return await self._seal.judge_async(header, name, slot, digest)
+
+    async def take(self, index: int, stored: bytes | memoryview) -> Result:
+        """Copy an object as it is stored into its slot; return what it is worth."""
+        if len(stored) != self.size_of(index):
+            return Result.CORRUPT
+        data = memoryview(stored)[HEADER_BYTES:]
+        for buffer in self.slots[index]:
+            buffer[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]
+        return await self.judge_async(index, bytes(stored[:HEADER_BYTES]))
 
 
 class Calls:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
-from safe_offload.config.tier_url import BUCKETS, FILE, SERVERS
+from safe_offload.config.tier_url import KINDS
 from safe_offload.config.tiers import TierConfig
 
 if TYPE_CHECKING:
     from safe_offload.tiers.base import Tier
+    from safe_offload.tiers.store import Store
 
 Facts = MutableMapping[str, str]
 """What the bytes of a rank's objects depend on; complete when a namespace is asked for."""
+
+
+def open_store(config: TierConfig, slot_bytes: int = 0) -> Store:
+    """Return the place of a tier, for slots of so many bytes at most, or for an operator.
+
+    The code of a kind is loaded only where there is one.
+
+    Raises:
+        ConfigError: a package is missing, or a file that is named cannot be used.
+    """
+    module, _, name = KINDS[config.location.scheme].store.partition(":")
+    store: Store = getattr(importlib.import_module(module), name)(config, slot_bytes)
+    return store
 
 
 def open_tier(
@@ -21,32 +36,16 @@ def open_tier(
 ) -> tuple[Tier, Callable[[str], bytes]]:
     """Return the tier of a place, and what makes a namespace of the generation of a message.
 
-    Only the file with its key is read yet. The code of a tier is loaded only where there is one.
-
-    Raises:
-        ConfigError: a package is missing, or a file that is named cannot be used.
+    Only the file with its key is read yet; raises as `open_store`.
     """
     from safe_offload.tiers.naming import namespace
     from safe_offload.tiers.seal import open_seal
+    from safe_offload.tiers.tier import SealedTier
 
-    scheme = config.location.scheme
     seal = open_seal(config.hmac_key_file)
     facts = ChainMap(dict(seal.facts), facts)
-    tier: Tier
-    if scheme == FILE:
-        from safe_offload.tiers.files.tier import FileTier
-
-        tier = FileTier(config, slot_bytes, facts, seal)
-    elif scheme in SERVERS:
-        from safe_offload.tiers.valkey.tier import ValkeyTier
-
-        tier = ValkeyTier(config, facts, seal)
-    else:
-        assert scheme in BUCKETS
-        from safe_offload.tiers.objects.tier import ObjectTier
-
-        tier = ObjectTier(config, facts, seal)
-    return tier, lambda generation: namespace(facts, generation)
+    store = open_store(config, slot_bytes)
+    return SealedTier(store, facts, seal), lambda generation: namespace(facts, generation)
 
 
 OpenTier = Callable[[TierConfig, int, Facts], "tuple[Tier, Callable[[str], bytes]]"]

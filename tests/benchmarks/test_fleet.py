@@ -7,7 +7,7 @@ import pytest
 
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.breaker import FAILURES_MAX
-from safe_offload.tiers.files.tier import FileTier
+from safe_offload.tiers.tier import SealedTier
 from tests.benchmarks import fleet_engine
 from tests.benchmarks.fleet import MIDDLE, START, VOCABULARY, Fleet, Row, make_prompts
 from tests.benchmarks.fleet_engine import FleetCore, Sample
@@ -79,14 +79,14 @@ def settle(engine: FleetCore) -> None:
 
 
 def test_wrong_bytes_of_a_tier_are_found(engines, monkeypatch):
-    fetch = FileTier.fetch
+    fetch = SealedTier.fetch
 
-    async def spoil(self: FileTier, names: list[Name], slots: list[Buffers]) -> list[Result]:
+    async def spoil(self: SealedTier, names: list[Name], slots: list[Buffers]) -> list[Result]:
         results = await fetch(self, names, slots)
         slots[0][0][3] ^= 1
         return results
 
-    monkeypatch.setattr(FileTier, "fetch", spoil)
+    monkeypatch.setattr(SealedTier, "fetch", spoil)
     one, other = engines
     one.serve("a", random_tokens(1_000))
     settle(one)

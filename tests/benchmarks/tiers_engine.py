@@ -156,10 +156,10 @@ def _place_of_ours(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     try:
         yield written | {URL_KEY: url}
     finally:
-        store = places.open_store(url, places.config_of(url, options))
-        store.delete(list(store.items()))
-        store.forget(list(store.namespaces()))
-        store.close()
+        place = places.open_place(url, places.config_of(url, options))
+        place.delete(list(place.items()))
+        place.forget(list(place.namespaces()))
+        place.close()
 
 
 class _Bench:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.config.options import OffloadConfig
-from safe_offload.config.tier_url import EXAMPLES, Location
+from safe_offload.config.tier_url import KINDS, Location
 from safe_offload.config.tiers import MAX_TIERS, TierConfig
 from safe_offload.errors import ConfigError
 
@@ -101,17 +101,17 @@ def test_urls_that_name_a_directory(url, path):
         ("s3://bucket/a b", "letters, digits", ""),
         ("gs://bucket/../x", "letters, digits", ""),
         ("ftp://kv", 'the scheme "ftp" is unknown', "or remove this tier"),
-        ("reids://kv", 'the scheme "reids" is unknown', EXAMPLES["redis"]),
-        ("valkye://kv", "valkey://", EXAMPLES["redis"]),
+        ("reids://kv", 'the scheme "reids" is unknown', KINDS["redis"].example),
+        ("valkye://kv", "valkey://", KINDS["redis"].example),
         (7, "this is not a string", ""),
     ],
 )
 def test_urls_that_name_none_are_refused_with_one_that_does(url, problem, fix):
     message = refusal([{"url": url}])
-    scheme = str(url).partition("://")[0]
+    kind = KINDS.get(str(url).partition("://")[0])
     assert message.startswith('kv_connector_extra_config["tiers"][0]["url"] = ')
     assert problem in message
-    assert (fix or f'"{EXAMPLES.get(scheme, URL)}"') in message.partition("Fix: ")[2]
+    assert (fix or f'"{kind.example if kind else URL}"') in message.partition("Fix: ")[2]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from safe_offload.commands import cli
-from safe_offload.config.tier_url import EXAMPLES
+from safe_offload.config.tier_url import KINDS
 from tests.docs.messages import messages
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_source_files_that_the_pages_name_exist():
 )
 def test_a_page_names_every_kind_of_tier(page, start, end):
     text = (ROOT / "docs" / page).read_text().partition(start)[2].partition(end)[0]
-    assert [scheme for scheme in EXAMPLES if f"{scheme}://" not in text] == []
+    assert [scheme for scheme in KINDS if f"{scheme}://" not in text] == []
 
 
 def test_the_page_on_versions_says_what_the_page_on_gpus_has_measured():

@@ -37,10 +37,9 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.valkey.names import key_of
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.engine.http_server import hold_port
 from tests.kubernetes_api import VERSIONS, changed, check, manifests
-from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of
+from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of, tier_at
 from tests.valkey_server import (
     LOCALHOST,
     Certificates,
@@ -423,7 +422,7 @@ async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(secret,
         assert bytes_of(target) == bytes_of(source)
         plain = dataclasses.replace(config, location=replace_scheme(config, "redis"), ca_file=None)
         with pytest.raises(OSError, match="write rediss://"):
-            await ValkeyTier(plain, FACTS).probe([name_of(1)])
+            await tier_at(plain).probe([name_of(1)])
         found = await asyncio.to_thread(lambda: list(check_tier(config)))
         assert not [one for one in found if one.severity in (Severity.ERROR, Severity.WARNING)]
 

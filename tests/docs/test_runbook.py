@@ -26,7 +26,7 @@ ALERTS = {
 KINDS = {
     "directory": ("files", "directory", (FILE,)),
     "Valkey, Redis": ("valkey", "server", SERVERS),
-    "bucket": ("objects", "bucket", BUCKETS),
+    "bucket": ("objects", "place", BUCKETS),
 }
 """By the word of the tables: where tiers and doctor have them, and the schemes of their urls."""
 OF_ALL_TIERS = ("tiers/rare_log.py", "tiers/guarded_tier.py")

@@ -19,12 +19,12 @@ from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.config.tenants import parse
 from safe_offload.config.tiers import TierConfig, tiers
 from safe_offload.tiers.base import Result
+from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
 from safe_offload.tiers.valkey.names import key_of
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.kubernetes_api import VERSIONS, check, manifests
-from tests.tiers.contract import FACTS, filled, name_of, slot_of
+from tests.tiers.contract import filled, name_of, slot_of, tier_at
 from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary
 
 ROOT = Path(__file__).parents[2]
@@ -56,9 +56,9 @@ class ServerOfThePage(Server):
             socket_timeout=250,
         )
 
-    def tier(self, user: str, database: int = 0, **values: Any) -> ValkeyTier:
+    def tier(self, user: str, database: int = 0, **values: Any) -> SealedTier:
         url = f"redis://{user}:PASSWORD@{self.host_port}/{database}"
-        return ValkeyTier(TierConfig.at(url, **values), FACTS)
+        return tier_at(TierConfig.at(url, **values))
 
     def refused(self) -> set[str]:
         """What the server refused to any client."""
@@ -146,7 +146,7 @@ async def test_a_user_that_may_not_choose_a_database_is_told_so(server, caplog):
     with server.client() as client:
         rights = f"other on nopass ~safe-offload:* {allowing(commands.EVERY)} -select".split()
         client.execute_command("ACL", "SETUSER", *rights)
-    tier = ValkeyTier(TierConfig.at(f"redis://other@{server.host_port}/1"), FACTS)
+    tier = tier_at(TierConfig.at(f"redis://other@{server.host_port}/1"))
     assert await tier.fetch(NAMES[:1], [slot_of((4096,))]) == [Result.FAILED]
     await tier.close()
     assert "Give the user +select, or remove the number from the url" in caplog.text
@@ -200,7 +200,7 @@ async def test_an_engine_needs_no_other_right_on_a_cluster(tmp_path):
                     _, user, *rules = line.split()
                     client.execute_command("ACL", "SETUSER", user, *rules)
         url = f"redis://vllm:PASSWORD@{cluster.servers[0].host_port}"
-        tier = ValkeyTier(TierConfig.at(url), FACTS)
+        tier = tier_at(TierConfig.at(url))
         names = [name_of(number) for number in range(30)]
         sources = [filled((512,), number) for number in range(30)]
         assert await tier.spill(names, sources) == [Result.DONE] * 30

@@ -57,15 +57,15 @@ def _run_node(arguments: list[str], folder: Path) -> None:
 
 def _slow_down(seconds: float) -> None:
     """Let this process and its forks read slowly from directories."""
-    from safe_offload.tiers.files.tier import FileTier
+    from safe_offload.tiers.files.store import FileStore
 
-    read = FileTier._read
+    read = FileStore._read
 
     def read_slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return read(*args, **kwargs)
 
-    FileTier._read = read_slowly  # type: ignore[method-assign]
+    FileStore._read = read_slowly  # type: ignore[method-assign]
 
 
 @dataclass

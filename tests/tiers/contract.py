@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 
+from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
+from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
+from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.tier import SealedTier
 
-FACTS = {"model": "a", "rank": 0}
+FACTS: dict[str, object] = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)
 PATIENCE_S = 250
+SLOT_BYTES = 1 << 20
+"""Of the largest slot of most tests."""
 BAD = (Result.CORRUPT, Result.FOREIGN)
 
 SHAPES = {
@@ -31,6 +37,15 @@ SHAPES = {
     "2-mib": (2 << 20,),
     "with-an-empty-one": (512, 0, 512),
 }
+
+
+def tier_at(
+    config: TierConfig,
+    slot_bytes: int = SLOT_BYTES,
+    facts: dict[str, object] = FACTS,
+    seal: Seal = PLAIN,
+) -> SealedTier:
+    return SealedTier(open_store(config, slot_bytes), facts, seal)
 
 
 def name_of(number: int, group_idx: int = 0, space: bytes = SPACE) -> Name:

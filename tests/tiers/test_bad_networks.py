@@ -6,9 +6,8 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.network import FAIR, Proxy, Weather
-from tests.tiers.contract import FACTS, name_of
+from tests.tiers.contract import name_of, tier_at
 from tests.valkey_server import Server
 
 NUM_OBJECTS, OBJECT_BYTES = 100, 64 << 10
@@ -34,7 +33,7 @@ def test_what_is_given_up_lets_go_of_its_slots_and_the_next_call_works(server, w
     slots = [(memoryview(bytearray(OBJECT_BYTES)),) for _ in names]
 
     async def run(proxy: Proxy) -> None:
-        tier = ValkeyTier(TierConfig.at(f"redis://127.0.0.1:{proxy.port}"), FACTS)
+        tier = tier_at(TierConfig.at(f"redis://127.0.0.1:{proxy.port}"))
         assert set(await tier.spill(names, slots)) <= {Result.DONE, Result.PRESENT}
         proxy.become(weather)
         for call in (tier.fetch, tier.spill):

@@ -15,10 +15,10 @@ import pytest
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result, Tier
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.naming import DESCRIPTION_FILE, HEADER_BYTES
+from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN
 from tests.tiers.contract import FACTS, bytes_of, fetch_one, filled, name_of, put, slot_of
-from tests.tiers.objects.scripted_bucket import NO_CONTENT, head_from, known_to_the_tier
+from tests.tiers.objects.scripted_bucket import head_from, known_to_the_tier
 from tests.tiers.valkey.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer, until
 from tests.valkey_server import Certificates
 
@@ -77,12 +77,6 @@ class OfBucket:
         assert head_from(peer).startswith(b"GET ")
 
     def take_spill(self, peer: Peer) -> None:
-        head = head_from(peer)
-        assert DESCRIPTION_FILE.encode() in head
-        left = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
-        while left:
-            left -= len(peer.connection.recv(left))
-        peer.send(NO_CONTENT)
         assert head_from(peer).startswith(b"PUT ")
 
 

@@ -11,8 +11,7 @@ from safe_offload.tiers.base import Result
 from safe_offload.tiers.seal import PLAIN
 from safe_offload.tiers.valkey import servers as valkey_servers
 from safe_offload.tiers.valkey.login import Login
-from safe_offload.tiers.valkey.tier import ValkeyTier
-from tests.tiers.contract import bytes_of, fetch_one, filled, name_of, slot_of, spill_one
+from tests.tiers.contract import bytes_of, fetch_one, filled, name_of, slot_of, spill_one, tier_at
 from tests.tiers.hostile import faulty, fuzz
 from tests.tiers.hostile.answers import PASSWORD, Choice
 from tests.tiers.hostile.fuzz import Fuzz, run
@@ -104,7 +103,7 @@ async def test_keys_that_had_no_server_of_a_cluster_are_asked_for_again(monkeypa
         return b":1\r\n" if words[0] == b"EXISTS" else b"+OK\r\n"
 
     async with scripted(answer) as config:
-        tier = ValkeyTier(config)
+        tier = tier_at(config)
         with pytest.raises(OSError, match="no server of the cluster"):
             await tier.probe([name_of(1)])
         node = b"*3\r\n$9\r\n127.0.0.1\r\n:%d\r\n$1\r\na\r\n" % config.location.port
@@ -131,7 +130,7 @@ async def test_an_object_that_could_not_be_deleted_is_written_over():
         return b"+OK\r\n"
 
     async with scripted(answer) as config:
-        tier = ValkeyTier(config)
+        tier = tier_at(config)
         assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.CORRUPT
         assert await tier.probe([name_of(1)]) == [False]
         assert await spill_one(tier, name_of(1), slot) is Result.DONE

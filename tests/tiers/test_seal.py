@@ -20,7 +20,6 @@ from safe_offload.errors import ConfigError
 from safe_offload.tiers import seal as seal_module
 from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.naming import (
     DESCRIPTION_FILE,
     HEADER_BYTES,
@@ -32,9 +31,7 @@ from safe_offload.tiers.naming import (
 )
 from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
 from safe_offload.tiers.valkey.names import key_of
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.tiers.contract import (
-    FACTS,
     PATIENCE_S,
     bytes_of,
     fetch_one,
@@ -42,9 +39,10 @@ from tests.tiers.contract import (
     name_of,
     slot_of,
     spill_one,
+    tier_at,
 )
 from tests.tiers.files.paths import path_in
-from tests.tiers.files.test_tier import SLOT_BYTES, FilesContract
+from tests.tiers.files.test_tier import FilesContract
 from tests.valkey_server import Server
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -76,7 +74,7 @@ class TestSealedFiles(FilesContract):
     @pytest.fixture
     def make_tier(self, root):
         self.root = root
-        return lambda: FileTier(TierConfig.at(f"file://{root}"), SLOT_BYTES, FACTS, SEAL)
+        return lambda: tier_at(TierConfig.at(f"file://{root}"), seal=SEAL)
 
 
 # ---- the header -------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def forged(data: bytes) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("how", forged(b""))
 async def test_what_was_written_without_the_key_is_never_served(how, tmp_path):
-    tier = FileTier(TierConfig.at(f"file://{tmp_path}/tier"), SLOT_BYTES, FACTS, SEAL)
+    tier = tier_at(TierConfig.at(f"file://{tmp_path}/tier"), seal=SEAL)
     await spill_one(tier, NAME, filled((4096,)))
     path_in(tmp_path / "tier", NAME).write_bytes(forged(random.Random(1).randbytes(4096))[how])
     assert await fetch_one(tier, NAME, slot_of((4096,))) in (Result.CORRUPT, Result.FOREIGN)
@@ -152,7 +150,7 @@ async def test_what_was_written_without_the_key_is_never_served(how, tmp_path):
 async def test_a_server_cannot_make_anything_up_either(tmp_path):
     """Of objects that are large enough to be judged on another thread."""
     with Server(tmp_path) as server, server.client() as client:
-        tier = ValkeyTier(TierConfig.at(f"unix://{server.socket}"), FACTS, SEAL)
+        tier = tier_at(TierConfig.at(f"unix://{server.socket}"), seal=SEAL)
         source, target = filled((LARGE_BYTES,)), slot_of((LARGE_BYTES,))
         for how, stored in forged(random.Random(1).randbytes(LARGE_BYTES)).items():
             client.set(key_of(NAME), stored)

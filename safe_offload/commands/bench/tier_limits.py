@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers.base import Buffers
-from safe_offload.tiers.objects.store import open_store
+from safe_offload.tiers.objects.bucket import open_store
 
 CONNECT_TIMEOUT_S = 300.0
 _REQUEST = struct.Struct("!cQQ")  # whether bytes are to be sent, pieces, bytes of each

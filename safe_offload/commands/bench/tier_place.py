@@ -25,7 +25,8 @@ from types import FrameType
 from typing import Any, Final, Self, TypeVar
 
 from safe_offload.commands.cache import places
-from safe_offload.commands.cache.store import Item, TierStore, batches
+from safe_offload.commands.cache.place import Place as OpenPlace
+from safe_offload.commands.cache.place import batches
 from safe_offload.config.tier_url import FILE, SERVERS
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import format_bytes
@@ -33,6 +34,7 @@ from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.naming import namespace, namespace_folder
 from safe_offload.tiers.seal import open_seal
+from safe_offload.tiers.store import Item
 
 MODEL: Final = "bench tier of safe-offload"
 """What `safe-offload cache ls` shows in the place of a model."""
@@ -305,43 +307,43 @@ class Remote(Place):
         )
         self._noted: dict[Name, None] = {}
         self._has_written = False
-        self._store: TierStore | None = None
+        self._there: OpenPlace | None = None
 
     def take(self) -> None:
         """See `Place.take`: the namespace is this run's."""
 
     def open(self, size_bytes: int) -> None:
-        self._store = places.open_store(self._url, self.config)
+        self._there = places.open_place(self._url, self.config)
         nothing = Name(self._namespace, 0, bytes(32))
-        self._delete(self._store, [nothing])  # before anything is written that could not go
+        self._delete(self._there, [nothing])  # before anything is written that could not go
 
     def note(self, names: Sequence[Name]) -> None:
         self._has_written = True
         self._noted.update(dict.fromkeys(names))
 
     def forget(self, names: Sequence[Name]) -> None:
-        if self._store is not None:
-            self._delete(self._store, names)
+        if self._there is not None:
+            self._delete(self._there, names)
 
     def paths(self, names: Sequence[Name]) -> list[str]:
-        assert self._store is not None
-        return list(map(self._store.place_of, names))
+        assert self._there is not None
+        return list(map(self._there.key_of, names))
 
     def close(self) -> None:
-        store, self._store = self._store, None
-        if store is None:
+        there, self._there = self._there, None
+        if there is None:
             return
         try:
             if self._has_written:
-                self._delete(store, list(self._noted))
-                store.forget([namespace_folder(self._namespace)])
+                self._delete(there, list(self._noted))
+                there.forget([namespace_folder(self._namespace)])
         finally:
-            store.close()
+            there.close()
 
-    def _delete(self, store: TierStore, names: Iterable[Name]) -> None:
+    def _delete(self, there: OpenPlace, names: Iterable[Name]) -> None:
         folder = namespace_folder(self._namespace)
-        for some in batches(Item(folder, store.place_of(n), n, 0, 0.0) for n in names):
-            store.delete(some)
+        for some in batches(Item(folder, there.key_of(n), n, 0, 0.0) for n in names):
+            there.delete(some)
             for item in some:
                 if item.name is not None:
                     self._noted.pop(item.name, None)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache import places, pools
-from safe_offload.commands.cache.store import LOOKING, CacheError, Item, TierStore, batches
+from safe_offload.commands.cache.place import LOOKING, CacheError, Place, batches
 from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
@@ -27,6 +27,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import TIB, format_bytes
 from safe_offload.tiers import naming
 from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
+from safe_offload.tiers.store import Item
 
 _BAD_SHOWN_MAX: Final = 20
 _PLACE_LENGTH_MAX: Final = 200
@@ -79,21 +80,21 @@ def run_command(arguments: Namespace) -> int:
         return result
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
-    store = places.open_store(arguments.place, config)
-    store.show_on(Progress(LOOKING, stream=io.StringIO() if arguments.json else None))
+    place = places.open_place(arguments.place, config)
+    place.show_on(Progress(LOOKING, stream=io.StringIO() if arguments.json else None))
     try:
-        with store.progress:
-            document, text, status = arguments.action(arguments, store, config)
+        with place.progress:
+            document, text, status = arguments.action(arguments, place, config)
     except KeyboardInterrupt:
-        done = f"while {store.progress.what}, after {store.progress}"
+        done = f"while {place.progress.what}, after {place.progress}"
         raise KeyboardInterrupt(done) from None
     except OSError as error:
         raise CacheError(
-            f"{store.label}: {error.strerror or error}. Fix: run this as the engines' user, on a "
+            f"{place.label}: {error.strerror or error}. Fix: run this as the engines' user, on a "
             "writable file system."
         ) from error
     finally:
-        store.close()
+        place.close()
     sys.stdout.write((json.dumps(document, indent=1) if arguments.json else text) + "\n")
     return int(status)
 
@@ -151,28 +152,28 @@ class Listed:
         self.first_used_s = min(self.first_used_s or item.used_at_s, item.used_at_s)
 
 
-def _listed(store: TierStore) -> list[Listed]:
+def _listed(place: Place) -> list[Listed]:
     found = {
         name: Listed(name, naming.facts_of(described), naming.is_after_reset(described))
-        for name, described in store.namespaces().items()
+        for name, described in place.namespaces().items()
     }
-    for item in _counted(store):
+    for item in _counted(place):
         if item.namespace in found:
             found[item.namespace].add(item)
     return sorted(found.values(), key=lambda listed: -listed.last_used_s)
 
 
-def _ls(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
+def _ls(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     now_s = time.time()
-    listed = _listed(store)
+    listed = _listed(place)
     total_bytes = sum(each.size_bytes for each in listed)
     document = {
-        "tier": store.label,
+        "tier": place.label,
         "size_bytes": total_bytes,
         "namespaces": [asdict(each) for each in listed],
     }
     rows: list[tuple[str, ...]] = [
-        ("NAMESPACE", "OBJECTS", "SIZE", f"LAST {store.use}", "OLDEST", "MODEL")
+        ("NAMESPACE", "OBJECTS", "SIZE", f"LAST {place.use}", "OLDEST", "MODEL")
     ]
     for each in listed:
         model = each.model + (" (after a reset)" if each.after_reset else "")
@@ -184,9 +185,9 @@ def _ls(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
         rows.append((each.namespace, *sizes, ages[0], ages[1], model))
     count = f"{len(listed)} namespace{'s' if len(listed) != 1 else ''}"
     num_objects = sum(each.num_objects for each in listed)
-    total = f"{count}, {num_objects:,} objects, {format_bytes(total_bytes)} in {store.label}"
+    total = f"{count}, {num_objects:,} objects, {format_bytes(total_bytes)} in {place.label}"
     if not listed:
-        return document, f"No engine has stored anything in {store.label}.", 0
+        return document, f"No engine has stored anything in {place.label}.", 0
     return document, "\n".join([*_table(rows), total]), 0
 
 
@@ -207,19 +208,20 @@ def _ago(now_s: float, at_s: float) -> str:
 # ---- verify -----------------------------------------------------------------------------------
 
 
-def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
+def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
+    namespaces = place.namespaces()
     key_seal = open_seal(config.hmac_key_file)
-    seals = {name: _seal_for(each, key_seal) for name, each in store.namespaces().items()}
+    seals = {name: _seal_for(each, key_seal) for name, each in namespaces.items()}
     num_objects, size_bytes, num_sealed, bad = 0, 0, 0, []
-    progress, total = store.progress, None
+    progress, total = place.progress, None
     if progress.is_shown:  # to look at all is short beside reading it
-        total = sum(1 for _ in _counted(store))
+        total = sum(1 for _ in _counted(place))
     progress.begin("checking", total)
-    for item in _counted(store):
+    for item in _counted(place):
         if item.is_temporary:
             continue
         try:
-            problem = store.problem_of(item, seals.get(item.namespace, key_seal))
+            problem = place.problem_of(item, seals.get(item.namespace, key_seal))
         except FileNotFoundError:
             continue  # evicted meanwhile
         if problem == NOT_CHECKED:
@@ -228,13 +230,13 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
         num_objects += 1
         size_bytes += item.size_bytes
         if problem:
-            bad.append({"file": item.place, "problem": problem})
+            bad.append({"file": item.key, "problem": problem})
             progress.remark(f"{len(bad):,} bad")
             if arguments.delete:
-                store.delete([item])
+                place.delete([item])
     is_well = not bad or arguments.delete
     document = {
-        "tier": store.label,
+        "tier": place.label,
         "num_objects": num_objects,
         "size_bytes": size_bytes,
         "num_sealed": num_sealed,
@@ -262,11 +264,11 @@ def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answe
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
 
 
-def _counted(store: TierStore) -> Iterator[Item]:
+def _counted(place: Place) -> Iterator[Item]:
     """Yield all objects, and show how many are done with."""
-    for item in store.items():
+    for item in place.items():
         yield item
-        store.progress.advance(1, item.size_bytes)
+        place.progress.advance(1, item.size_bytes)
 
 
 def _seal_for(described: bytes, seal: Seal) -> Seal:
@@ -283,60 +285,54 @@ def _seal_for(described: bytes, seal: Seal) -> Seal:
 # ---- prune and rm -----------------------------------------------------------------------------
 
 
-def _prune(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
+def _prune(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if arguments.to is None and arguments.older_than is None:
         raise CacheError("prune: no limit given. Fix: add --to 200GiB or --older-than 7d.")
-    _require_cache(store)
-    store.pretend(arguments.dry_run)
-    deleted, are = ("Would delete", "would be") if store.is_dry else ("Deleted", "are")
+    place.require_cache()
+    place.pretend(arguments.dry_run)
+    deleted, are = ("Would delete", "would be") if place.is_dry else ("Deleted", "are")
     to_bytes = None if arguments.to is None else size(1024 * TIB).read("--to", arguments.to)
     before_s = 0.0
     if arguments.older_than is not None:
         before_s = time.time() - _age_s(arguments.older_than)
-    kept = store.prune(to_bytes, before_s)
+    kept = place.prune(to_bytes, before_s)
     text = (
         f"{deleted} {kept.num_evicted:,} objects, {format_bytes(kept.evicted_bytes)}, and "
         f"{kept.num_orphans} orphaned temporary files. {format_bytes(kept.held_bytes)} {are} left."
     )
-    document = {"tier": store.label, "dry_run": arguments.dry_run, **asdict(kept)}
+    document = {"tier": place.label, "dry_run": arguments.dry_run, **asdict(kept)}
     return document, text, 0
 
 
-def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
+def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if (arguments.namespace is None) == (not arguments.all):
         raise CacheError("rm: no namespace given. Fix: add one that `ls` shows, or --all.")
-    _require_cache(store)
-    chosen = sorted(store.namespaces())
+    place.require_cache()
+    chosen = sorted(place.namespaces())
     if not arguments.all:
         chosen = [name for name in chosen if name.startswith(arguments.namespace)]
         if len(chosen) != 1 or not arguments.namespace:
             found = "no namespace begins" if not chosen else f"{len(chosen)} namespaces begin"
             raise CacheError(
-                f"rm: {found} with {arguments.namespace!r} in {store.label}. "
-                f"Fix: run `safe-offload cache ls {store.label}` and "
+                f"rm: {found} with {arguments.namespace!r} in {place.label}. "
+                f"Fix: run `safe-offload cache ls {place.label}` and "
                 "write one of them."
             )
-    store.pretend(arguments.dry_run)
+    place.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
     for namespace in chosen:
-        for batch in batches(store.items(namespace)):
-            for item in store.delete(batch):
+        for batch in batches(place.items(namespace)):
+            for item in place.delete(batch):
                 num_objects += not item.is_temporary
                 size_bytes += 0 if item.is_temporary else item.size_bytes
-    store.forget(chosen)
+    place.forget(chosen)
     document = {
-        "tier": store.label,
+        "tier": place.label,
         "dry_run": arguments.dry_run,
         "namespaces": chosen,
         "num_objects": num_objects,
         "size_bytes": size_bytes,
     }
     names = ", ".join(chosen) or "nothing"
-    deleted = "Would delete" if store.is_dry else "Deleted"
+    deleted = "Would delete" if place.is_dry else "Deleted"
     return document, f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
-
-
-def _require_cache(store: TierStore) -> None:
-    """Refuse a place that no tier has used: nothing is deleted or made there."""
-    if not store.is_cache():
-        raise CacheError(f"{store.label} is not the directory of a tier. Fix: name one.")

@@ -1,20 +1,23 @@
-"""From what a user writes to the store that it means."""
+"""From what a user writes to the place that it means."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
-from safe_offload.commands.cache.directory_store import DirectoryStore
-from safe_offload.commands.cache.store import TierStore
+from safe_offload.commands.cache.place import Place
 from safe_offload.config.printing import printable, without_secrets
-from safe_offload.config.tier_url import FILE, SERVERS, URL_KEY, problem_of_path
+from safe_offload.config.tier_url import FILE, URL_KEY, problem_of_path
 from safe_offload.config.tiers import TierConfig, tiers
 from safe_offload.errors import ConfigError
+from safe_offload.tiers.choice import open_store
 
+TIMEOUT_S: Final = 30.0
+"""Of each answer."""
 OPTIONS: Final = {
     "--password-file": "password_file",
     "--ca-file": "ca_file",
@@ -50,15 +53,10 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
     return config
 
 
-def open_store(place: str, config: TierConfig) -> TierStore:
+def open_place(place: str, config: TierConfig) -> Place:
     """Return what is at a place."""
-    scheme = config.location.scheme
-    if scheme == FILE:
-        return DirectoryStore(config.location.path if "://" in place else place)
-    if scheme in SERVERS:
-        from safe_offload.commands.cache.valkey_store import ValkeyStore
-
-        return ValkeyStore(config)
-    from safe_offload.commands.cache.bucket_store import BucketStore
-
-    return BucketStore(config)
+    location = config.location
+    label = location.label
+    if location.scheme == FILE:
+        label = without_secrets(location.path if "://" in place else place)
+    return Place(open_store(dataclasses.replace(config, timeout_s=TIMEOUT_S)), label)

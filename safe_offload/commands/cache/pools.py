@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any, Final
 
-from safe_offload.commands.cache.store import CacheError
+from safe_offload.commands.cache.place import CacheError
 from safe_offload.config.printing import printable
 from safe_offload.config.units import format_bytes
 from safe_offload.node.pools import Pool, find_pools, remove_pool, user_folder

@@ -1,4 +1,4 @@
-"""A directory as a tier: one file for each object, within a capacity.
+"""A directory as a store: one file for each object, within a capacity.
 
-Imports of tiers only what all of them have in common. Door: `tier.FileTier`.
+Imports of tiers only what all of them have in common. Door: `store.FileStore`.
 """

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.base import Buffers, Result
+from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
     PAGE_BYTES,
@@ -27,7 +28,6 @@ from safe_offload.tiers.files.directory import (
     size_on_disk,
 )
 from safe_offload.tiers.naming import HEADER_BYTES
-from safe_offload.tiers.seal import Seal
 
 TOUCH_AFTER_NS: Final = 60 * 10**9
 
@@ -43,15 +43,14 @@ Move = Callable[[int, Sequence[memoryview], int], int]
 class ObjectFiles:
     """Reads and writes files of objects; any thread may. `slot_bytes` are of the largest slot."""
 
-    def __init__(self, slot_bytes: int, seal: Seal) -> None:
+    def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
-        self._seal = seal
         self._own = _OfThread()
 
     def read(
-        self, file: str, folder_fd: int, name: Name, slot: Buffers, *, is_direct: bool
+        self, file: str, folder_fd: int, batch: Batch, index: int, *, is_direct: bool
     ) -> Result:
-        """Read an object into a slot: DONE, CORRUPT, FOREIGN or UNREADABLE.
+        """Read an object into its slot: DONE, CORRUPT, FOREIGN or UNREADABLE.
 
         Raises:
             OSError: it is not there, or it cannot be read.
@@ -62,31 +61,27 @@ class ObjectFiles:
             found = os.fstat(file_fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.fstat(folder_fd).st_uid:
                 return Result.UNREADABLE
-            size_bytes = file_bytes_of(slot)
-            if found.st_size != size_bytes:
+            if found.st_size != batch.size_of(index):
                 return Result.CORRUPT
-            result = self._read_into(file_fd, name, slot, size_bytes, is_direct=is_direct)
+            result = self._read_into(file_fd, batch, index, is_direct=is_direct)
             if result is Result.DONE:
                 _touch(file_fd, found)
             return result
         finally:
             os.close(file_fd)
 
-    def _read_into(
-        self, file_fd: int, name: Name, slot: Buffers, size_bytes: int, *, is_direct: bool
-    ) -> Result:
-        page = self._own.page
+    def _read_into(self, file_fd: int, batch: Batch, index: int, *, is_direct: bool) -> Result:
+        slot, size_bytes, page = batch.slots[index], batch.size_of(index), self._own.page
         num_bytes = _move_straight(os.preadv, file_fd, page, slot, is_direct=is_direct)
         if num_bytes is not None:
             if num_bytes != size_bytes:
                 return Result.CORRUPT
-            return self._seal.judge(bytes(page), name, slot)
+            return batch.judge(index, bytes(page), slot)
         whole = self._whole(size_bytes)
         if _move(os.preadv, file_fd, [whole]) != size_bytes:
             return Result.CORRUPT
-        result = self._seal.judge(
-            bytes(whole[:HEADER_BYTES]), name, [whole[HEADER_BYTES:size_bytes]]
-        )
+        body = [whole[HEADER_BYTES:size_bytes]]
+        result = batch.judge(index, bytes(whole[:HEADER_BYTES]), body)
         if result is Result.DONE:
             start = HEADER_BYTES
             for buffer in slot:
@@ -95,14 +90,14 @@ class ObjectFiles:
         return result
 
     def write(
-        self, file: str, folder_fd: int, name: Name, slot: Buffers, *, is_direct: bool
+        self, file: str, folder_fd: int, batch: Batch, index: int, *, is_direct: bool
     ) -> None:
         """Write an object to a file that must not exist, and may be incomplete if this raises.
 
         Raises:
             OSError: it cannot be written.
         """
-        size_bytes = file_bytes_of(slot)
+        size_bytes, mark = batch.size_of(index), batch.names[index].mark
         flags = _WRITE_FLAGS | (os.O_DIRECT if is_direct else 0)
         file_fd = os.open(file, flags, FILE_MODE, dir_fd=folder_fd)
         try:
@@ -110,11 +105,11 @@ class ObjectFiles:
             # blocks as well (fallocate) makes the write slower: by a tenth on ext4, by half on
             # tmpfs. One write allocates them all, and says when there are none.
             os.ftruncate(file_fd, size_bytes)
-            head = self._seal.header(name, slot)
+            head, slot = batch.header(index), batch.slots[index]
             self._write_from(file_fd, head, slot, size_bytes, is_direct=is_direct)
-            if name.mark:
+            if mark:
                 now_ns = time.time_ns()
-                os.utime(file_fd, ns=(now_ns, marked_ns(now_ns, name.mark)))
+                os.utime(file_fd, ns=(now_ns, marked_ns(now_ns, mark)))
         finally:
             os.close(file_fd)
 
@@ -151,11 +146,6 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         self.whole = self.page
-
-
-def file_bytes_of(slot: Buffers) -> int:
-    """Return the length of the file of a slot's object."""
-    return HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
 
 
 def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:

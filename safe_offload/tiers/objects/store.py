@@ -1,209 +1,347 @@
-"""The bucket of a tier as obstore opens it, and what its errors mean.
+"""A bucket of an object store: S3 and what speaks like it, Google's and Azure's.
 
-Credentials are found where those of the cloud's own tools are: in the environment, in the role of
-the machine or pod, and for S3 in the files that `aws configure` writes, if boto3 is installed.
+obstore sends the requests, on threads of its own. An object is put in one request, so that it is
+there whole or not at all. What is written is copied from the slot before; what is read is copied
+into it when all has come, in the loop's thread. Nothing is tried a second time.
 
-obstore's texts are never shown: they have urls that may be signed, and what the server says.
+A bucket is trusted as far as its certificate says who it is: obstore follows redirects, and reads
+the text of an error whole, however long that is.
+
+A store says when an object was written, not when it was last read: that stands in its place.
 """
 
 from __future__ import annotations
 
-import enum
-import os
-import re
-from collections.abc import Mapping
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Final
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.errors import ConfigError
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.batch import Batch
+from safe_offload.tiers.objects.bucket import Problem, StoreError, open_store
+from safe_offload.tiers.objects.search import find_present
+from safe_offload.tiers.rare_log import RareLog
+from safe_offload.tiers.store import PAGE_ITEMS, Item, Store, item_at
+from safe_offload.tiers.waiting import outlast
 
-Store = Any
-"""A store of obstore's."""
+logger = logging.getLogger(f"vllm.{__name__}")
 
-# What obstore looks at by itself, before the role of the machine.
-_GIVEN_TO_S3: Final = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_SKIP_SIGNATURE",
-)
-_FILES_OF_AWS: Final = {
-    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
-    "AWS_CONFIG_FILE": "~/.aws/config",
-}
-_ENDPOINT_KEYS: Final = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-_SEEK: Final = {
-    "s3": "the variables AWS_…, the role of the machine, or ~/.aws (read if boto3 is installed).",
-    "gs": "the variables GOOGLE_…, or the role of the machine.",
-    "az": "the variables AZURE_…, with AZURE_STORAGE_ACCOUNT_NAME, or the role of the machine.",
-}
-_STATUS: Final = re.compile(r"status code: ([1-5]\d\d)\b")
-_CODE: Final = re.compile(
-    r"<Code>([A-Za-z0-9]{1,64})</Code>|\"reason\": ?\"([A-Za-z0-9]{1,64})\""
-    r"|\(code: ([A-Za-z0-9]{1,64})\)"  # of one object of those that one request deletes
-)
-_TEXT_MAX: Final = 1 << 16
+LEAVE_S: Final = 0.25
+"""So long the requests of a batch that is given up may go on; then they are given up too."""
+
+ABSENT_S: Final = 60.0
+"""So long an object is not offered that was not there when it was fetched."""
+
+_NAMES_MAX: Final = 1 << 16
+
+_ABSENT: Final = (Problem.NOT_FOUND,)
+_NEW: Final = (Problem.EXISTS, Problem.UNSUPPORTED)
+
+T = TypeVar("T")
+Work = Callable[[Batch, int], Awaitable[Result]]
+DoNext = Callable[[], Awaitable[bool]]
+Connection = Callable[[int, DoNext], Coroutine[Any, Any, None]]
 
 
-class Problem(enum.Enum):
-    """Why a request failed."""
-
-    NOT_FOUND = "there is no such object"
-    NO_BUCKET = "there is no such bucket"
-    NOWHERE = "there is no such bucket, or no credentials were found"
-    EXISTS = "there is such an object"
-    DENIED = "access denied"
-    FULL = "the store is full"
-    UNSUPPORTED = "the store does not support this request"
-    OTHER = "the request failed"
-
-
-class StoreError(Exception):
-    """A request has met a problem. It has no cause, whose text might hold secrets."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.value)
-        self.problem = problem
-
-
-_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted")
-_FULL: Final = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull")
-_OF_STATUS: Final = {
-    401: Problem.DENIED,
-    403: Problem.DENIED,
-    404: Problem.NOWHERE,  # to a listing, or of what was asked for credentials
-    409: Problem.EXISTS,
-    412: Problem.EXISTS,
-    501: Problem.UNSUPPORTED,
-    507: Problem.FULL,
-}
-_OF_TYPE: Final = {
-    "AlreadyExistsError": Problem.EXISTS,
-    "PreconditionError": Problem.EXISTS,
-    "NotSupportedError": Problem.UNSUPPORTED,
-    "PermissionDeniedError": Problem.DENIED,
-    "UnauthenticatedError": Problem.DENIED,
-    "FileNotFoundError": Problem.NOT_FOUND,
-}
-
-
-def open_store(config: TierConfig, environment: Mapping[str, str] = os.environ) -> Store:
-    """Return the bucket of a tier, as obstore knows it; nothing is asked of it yet.
-
-    Args:
-        config: of the tier; its path is ahead of all names.
-        environment: only to see whether credentials are in it; obstore reads the process's own.
+class BucketStore(Store):
+    """See `Store`.
 
     Raises:
-        ConfigError: obstore is missing or cannot use what it was given, or a profile is named that
-            boto3 does not find.
+        ConfigError: see `open_store`.
     """
-    try:
-        from obstore.store import from_url
-    except ImportError as error:
-        raise ConfigError(
-            f'"{config.location.label}" needs obstore ({type(error).__name__}). Fix: pip install '
-            "'safe-offload[s3]'."
-        ) from None
-    scheme = config.location.scheme
-    settings: dict[str, Any] = {}
-    if scheme == "s3":
-        settings["disable_bulk_delete"] = True  # one object at a time, as every store knows it
-    provider = _provider_of_files(config, environment) if scheme == "s3" else None
-    client: dict[str, Any] = {
-        "timeout": timedelta(seconds=config.timeout_s),
-        "connect_timeout": timedelta(seconds=config.timeout_s),
-    }
-    if config.endpoint is not None:
-        settings[_ENDPOINT_KEYS[scheme]] = config.endpoint
-        if config.endpoint.lower().startswith("http://"):
-            client["allow_http"] = True
-    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=config.timeout_s)}
-    try:
-        return from_url(
-            config.location.label,
-            config=settings,
-            client_options=client,
-            retry_config=retries,
-            credential_provider=provider,
-        )
-    except Exception as error:
-        raise ConfigError(
-            f'"{config.location.label}" cannot be opened with the settings and credentials that '
-            f"were found ({type(error).__name__}). Fix: check {_SEEK[scheme]}"
-        ) from None
+
+    use = "WRITTEN"
+
+    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+        super().__init__(config, slot_bytes)
+        self._scheme = config.location.scheme
+        self._store = open_store(config)
+        self._log = RareLog(self.label)
+        self._connections = _Connections(config.num_connections)
+        self._looks = asyncio.Semaphore(config.num_connections)
+        self._knows_create = True
+        # Objects that were there when they were last read, written or asked for.
+        self._seen: dict[Name, None] = {}
+        # Objects that were not there when they were fetched, and until when they are not offered.
+        self._absent_until_s: dict[Name, float] = {}
+        self._looking: set[asyncio.Task[bool]] = set()
+
+    # ---- engines ------------------------------------------------------------------------------
+
+    async def has(self, names: Sequence[Name]) -> list[bool]:
+        """See `Store.has`; asks at most `REQUESTS_MAX` times."""
+        unknown = [name for name in names if name not in self._seen]
+        found = dict(zip(unknown, await find_present(unknown, self._ask), strict=True))
+        now_s = time.monotonic()
+        return [
+            found.get(name, True) and self._absent_until_s.get(name, 0.0) <= now_s for name in names
+        ]
+
+    async def get(self, batch: Batch) -> None:
+        await self._run(self._read, batch, self._connections.for_fetch)
+
+    async def put(self, batch: Batch) -> None:
+        await self._run(self._write, batch, self._connections.for_spill)
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        await asyncio.gather(*map(self._remove, keys))
+        return [True] * len(keys)
+
+    async def _remove(self, key: str) -> None:
+        item = item_at(key, 0, 0.0)
+        if item is not None and item.name is not None:
+            self._seen.pop(item.name, None)
+        async with self._looks:
+            try:
+                await self._request("delete", self._store.delete_async(key), _ABSENT)
+            except StoreError as error:
+                if error.kind is not Problem.NOT_FOUND:
+                    raise
+
+    async def describe(self, namespace: bytes, text: bytes) -> float:
+        path = self.description_key(naming.namespace_folder(namespace))
+        await self._request("write", self._put(path, text, "overwrite"))
+        return float("inf")
+
+    async def close(self) -> None:
+        for task in self._looking:
+            task.cancel()
+        self._store = None
+
+    async def _run(self, work: Work, batch: Batch, connection: Connection) -> None:
+        """Do the objects of a batch some at a time, until it is given up or too many fail."""
+        num_failed = 0
+        loop = asyncio.get_running_loop()
+        leaving: asyncio.TimerHandle | None = None
+
+        async def do_next() -> bool:
+            nonlocal num_failed
+            index = next(batch.take_left(), None)
+            if index is None:
+                return False
+            result = batch.results[index] = await work(batch, index)
+            num_failed += result is Result.FAILED
+            if num_failed > self._connections.number:
+                batch.settle(batch.take_left(), Result.FAILED)
+            return True
+
+        def give_up() -> None:
+            nonlocal leaving
+            batch.left.clear()
+            leaving = leaving or loop.call_later(LEAVE_S, leave)
+
+        def leave() -> None:
+            for worker in workers:
+                worker.cancel()
+
+        num_workers = min(self._connections.number, len(batch.left))
+        workers = [asyncio.ensure_future(connection(n, do_next)) for n in range(num_workers)]
+        await outlast(workers, give_up)
+        if leaving is not None:
+            leaving.cancel()
+        for worker in workers:
+            if not worker.cancelled():
+                worker.result()
+
+    # ---- one object ---------------------------------------------------------------------------
+
+    async def _read(self, batch: Batch, index: int) -> Result:
+        name, size_bytes = batch.names[index], batch.size_of(index)
+        try:
+            reading = self._get(self.key_of(name), size_bytes)
+            data = await self._request("read", reading, _ABSENT)
+        except StoreError as error:
+            if error.kind is not Problem.NOT_FOUND:
+                return Result.FAILED
+            self._seen.pop(name, None)
+            self._absent_until_s[name] = time.monotonic() + ABSENT_S
+            _forget_first(self._absent_until_s)
+            return Result.ABSENT
+        result = await batch.take(index, data)
+        if result is Result.DONE:
+            self._note_seen(name)
+        return result
+
+    async def _write(self, batch: Batch, index: int) -> Result:
+        name, is_bad = batch.names[index], batch.is_bad(index)
+        if not (is_bad or self._knows_create) and (await self._ask([name]))[0]:
+            return Result.PRESENT
+        data = await batch.whole(index)
+        try:
+            result = await self._put_new(self.key_of(name), data, may_replace=is_bad)
+        except StoreError as error:
+            return Result.FULL if error.kind is Problem.FULL else Result.FAILED
+        self._note_seen(name)
+        return result
+
+    async def _put_new(self, path: str, data: bytes, *, may_replace: bool) -> Result:
+        """Put an object if there is none, as far as the store knows how."""
+        if self._knows_create and not may_replace:
+            try:
+                await self._request("write", self._put(path, data, "create"), _NEW)
+                return Result.DONE
+            except StoreError as error:
+                if error.kind is Problem.EXISTS:
+                    return Result.PRESENT
+                if error.kind is not Problem.UNSUPPORTED:
+                    raise
+                self._knows_create = False
+        await self._request("write", self._put(path, data, "overwrite"))
+        return Result.DONE
+
+    # ---- operators ----------------------------------------------------------------------------
+
+    async def namespaces(self) -> list[str]:
+        import obstore
+
+        found = await self._request("list", obstore.list_with_delimiter_async(self._store))
+        paths = (path.strip("/") for path in found["common_prefixes"])
+        return sorted(filter(naming.is_namespace_folder, paths))
+
+    async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
+        """See `Store.walk`; a thousand in each request."""
+        import obstore
+
+        pages = obstore.list(self._store, namespace or None, chunk_size=PAGE_ITEMS)
+        while page := await self._request("list", _next_of(pages)):
+            yield list(filter(None, map(_item_of, page)))
+
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        reading = self._store.get_range_async(key, start=start, length=length)
+        try:
+            return bytes(await self._request("read", reading, _ABSENT))
+        except StoreError as error:
+            if error.kind is Problem.NOT_FOUND:
+                raise FileNotFoundError(errno.ENOENT, error.kind.value) from None
+            raise
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    async def _ask(self, names: Sequence[Name]) -> list[bool]:
+        """Return of each name whether the store has it, with a request for each.
+
+        Raises:
+            OSError: it cannot be asked.
+        """
+        asking = [asyncio.ensure_future(self._look(name)) for name in names]
+        self._looking.update(asking)
+        try:
+            return await asyncio.gather(*asking)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise OSError(errno.ESHUTDOWN, "the tier is closed") from None
+        finally:
+            for task in asking:
+                task.cancel()
+            self._looking.difference_update(asking)
+
+    async def _look(self, name: Name) -> bool:
+        async with self._looks:
+            try:
+                asking = self._store.head_async(self.key_of(name))
+                await self._request("probe", asking, _ABSENT)
+            except StoreError as error:
+                if error.kind is Problem.NOT_FOUND:
+                    return False
+                raise
+        self._note_seen(name)
+        return True
+
+    async def _get(self, path: str, size_bytes: int) -> bytes | memoryview:
+        """Return an object; nothing of it if it is longer."""
+        found = await self._store.get_async(path)
+        if found.meta["size"] != size_bytes:
+            return b""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        async for chunk in found.stream(size_bytes):
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+            if num_bytes > size_bytes:
+                return b""
+        return memoryview(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
+
+    async def _put(self, path: str, data: bytes, mode: str) -> None:
+        await self._store.put_async(path, data, use_multipart=False, mode=mode)
+
+    async def _request(
+        self, what: str, request: Awaitable[T], answers: Sequence[Problem] = ()
+    ) -> T:
+        """Return what a request brings.
+
+        Args:
+            answers: problems that are not worth a line in the log.
+
+        Raises:
+            StoreError: the problem that it met.
+        """
+        absent = Problem.NO_BUCKET if what in ("write", "list") else Problem.NOT_FOUND
+        try:
+            return await request
+        except Exception as error:
+            problem = StoreError(error, self._scheme, absent)
+            if problem.kind not in answers and self._log.is_due((what, problem.kind)):
+                fix = f"Fix: {problem.fix[0].lower()}{problem.fix[1:]}."
+                logger.warning(
+                    "Tier %s failed to %s: %s. %s", self.label, what, problem.problem, fix
+                )
+            raise problem from None
+
+    # ---- what is known -------------------------------------------------------------------------
+
+    def _note_seen(self, name: Name) -> None:
+        self._absent_until_s.pop(name, None)
+        self._seen[name] = None
+        _forget_first(self._seen)
 
 
-def _provider_of_files(config: TierConfig, environment: Mapping[str, str]) -> Any:
-    """Return what reads the credentials that `aws configure` has written; None if not needed."""
-    if any(environment.get(variable) for variable in _GIVEN_TO_S3):
-        return None
-    profile = environment.get("AWS_PROFILE")
-    has_file = any(
-        Path(environment.get(variable) or path).expanduser().is_file()
-        for variable, path in _FILES_OF_AWS.items()
-    )
-    if not (profile or has_file):
-        return None
-    try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
+class _Connections:
+    """Bounds the requests at a time of fetches, and of spills.
 
-        return Boto3CredentialProvider()
-    except Exception as error:
-        if not profile:
-            return None  # the role of the machine may do
-        raise ConfigError(
-            f'for "{config.location.label}" AWS_PROFILE is set, and boto3 finds no credentials '
-            f"({type(error).__name__}). Fix: pip install boto3, correct AWS_PROFILE, or set "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
-        ) from None
+    A request waits for its blocks in the order of its tokens: so a fetch that came before another
+    has all connections before it. While there are fetches, spills go on with a quarter as many.
+    """
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._fetches = asyncio.Semaphore(number)
+        self._spills = asyncio.Semaphore(number)
+        self._num_fetching = 0
 
-def problem_of(error: BaseException) -> Problem:
-    """Return why a request failed."""
-    status, code = _answer_of(error)
-    if code in _NO_BUCKET:
-        return Problem.NO_BUCKET
-    if code in _FULL:
-        return Problem.FULL
-    if code == "AccessDenied":
-        return Problem.DENIED
-    by_type = _OF_TYPE.get(type(error).__name__)
-    return by_type or _OF_STATUS.get(status or 0, Problem.OTHER)
+    async def for_fetch(self, _worker_idx: int, work: DoNext) -> None:
+        """Do one object after another."""
+        self._num_fetching += 1
+        try:
+            async with self._fetches:
+                while await work():
+                    pass
+        finally:
+            self._num_fetching -= 1
+
+    async def for_spill(self, worker_idx: int, work: DoNext) -> None:
+        """Do one object after another; leave them to the first workers when there are fetches."""
+        async with self._spills:
+            while worker_idx < max(1, self.number // 4) or not self._num_fetching:
+                if not await work():
+                    return
 
 
-def fix_for(problem: Problem, scheme: str) -> str:
-    """Return what to do about a problem, as a sentence."""
-    if problem is Problem.DENIED:
-        return f"Fix: allow reads, writes and deletes below the tier's url; check {_SEEK[scheme]}"
-    if problem is Problem.NO_BUCKET:
-        return "Fix: create the bucket, or correct the tier's url."
-    if problem is Problem.NOWHERE:
-        return f"Fix: create the bucket, correct the tier's url, or check {_SEEK[scheme]}"
-    if problem is Problem.FULL:
-        return "Fix: raise the quota, or add a lifecycle rule that expires old objects."
-    return (
-        "Fix: check the tier's endpoint and region, the network, and, if it has no credentials, "
-        f"{_SEEK[scheme]}"
-    )
+def _item_of(meta: Mapping[str, Any]) -> Item | None:
+    return item_at(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 
-def shown(error: BaseException) -> str:
-    """Return what may be said of an error: its type, the status and the code of the answer."""
-    status, code = _answer_of(error)
-    parts = [type(error).__name__]
-    if status:
-        parts.append(f"status {status}")
-    if code:
-        parts.append(code)
-    return ", ".join(parts)
+async def _next_of(pages: Any) -> Any:
+    return await anext(pages, None)
 
 
-def _answer_of(error: BaseException) -> tuple[int | None, str]:
-    """Return the HTTP status in an error and the code that the store gives, as far as there are."""
-    text = str(error)[:_TEXT_MAX]
-    status, code = _STATUS.search(text), _CODE.search(text)
-    return int(status[1]) if status else None, (code[1] or code[2] or code[3] if code else "")
+def _forget_first(names: dict[Name, Any]) -> None:
+    """Keep at most `_NAMES_MAX`."""
+    if len(names) > _NAMES_MAX:
+        del names[next(iter(names))]

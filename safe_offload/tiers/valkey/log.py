@@ -8,9 +8,19 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.rare_log import RareLog
-from safe_offload.tiers.valkey.commands import READING, SLOTS, WITH_TTL, WRITING, allowing
+from safe_offload.tiers.valkey.commands import (
+    DELETING,
+    LOOKING,
+    READING,
+    SLOTS,
+    WITH_TTL,
+    WRITING,
+    allowing,
+)
 from safe_offload.tiers.valkey.names import ALL_KEYS
+from safe_offload.tiers.valkey.replies import ErrorReply
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -56,3 +66,19 @@ class ServerLog(RareLog):
         if self.is_due(code):
             fix = _FIXES.get(code, "Check its log")
             logger.warning("The server of tier %s answers %s. %s.", self._label, code, fix)
+
+
+def refusal(answer: ErrorReply) -> PlaceError:
+    """Return what a server means that refuses an operator, and the fix; no word of its own."""
+    if answer.code == "NOPERM":
+        return PlaceError(
+            "it denies this user required commands",
+            f"Log in as a user whose ACL has ~{ALL_KEYS} {allowing(LOOKING)}, and "
+            f"{allowing(DELETING)} to delete",
+        )
+    if answer.code == "LOADING":
+        return PlaceError("it is still loading its data", "Try again when it has")
+    if answer.code in ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"):
+        problem = f"it is a cluster that is changing ({answer.code})"
+        return PlaceError(problem, "Try again later")
+    return PlaceError(f"it answers with an error ({answer.code})", "Check the server's log")

@@ -20,6 +20,7 @@ from safe_offload.config.files import read_file
 from safe_offload.config.printing import printable, secret_file
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
+from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.valkey.commands import SELECT, SETNAME, allowing, words_of
 from safe_offload.tiers.valkey.replies import ErrorReply, WireError
 from safe_offload.tiers.valkey.wire import Wire
@@ -42,17 +43,8 @@ class Address:
         return self.path or f"{printable(self.host)}:{self.port}"
 
 
-class LoginError(ConnectionError):
-    """A server cannot be used. There is no secret in it.
-
-    Attributes:
-        fix: what to do, as a sentence without its full stop; empty if that is not known.
-        is_down: the server does not answer; it may later.
-    """
-
-    def __init__(self, problem: str, fix: str = "", *, is_down: bool = False) -> None:
-        super().__init__(f"{problem}. {fix}" if fix else problem)
-        self.problem, self.fix, self.is_down = problem, fix, is_down
+class LoginError(PlaceError):
+    """A server cannot be used."""
 
 
 class _RefusedError(Exception):
@@ -75,7 +67,7 @@ class Login:
 
     def __init__(self, config: TierConfig, name: str = CLIENT_NAME) -> None:
         self._config = config
-        self._name = name.encode()
+        self.name = name
         self._tls = tls_context(config)
 
     @property
@@ -137,8 +129,8 @@ class Login:
         if place.database:
             asked.append(command(*words_of(SELECT), b"%d" % place.database))
         num_required = len(asked)
-        if self._name:
-            asked.append(command(*words_of(SETNAME), self._name))
+        if self.name:
+            asked.append(command(*words_of(SETNAME), self.name.encode()))
         for number, answer in enumerate(await wire.ask_lines(asked, len(asked))):
             is_required = number < num_required  # it may go without a name
             if isinstance(answer, ErrorReply) and (is_required or answer.code == "NOAUTH"):

@@ -23,7 +23,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers.base import Buffers
 from safe_offload.tiers.naming import DESCRIPTION_FILE
-from safe_offload.tiers.objects.store import open_store
+from safe_offload.tiers.objects.bucket import open_store
 from safe_offload.tiers.valkey.commands import EVERY, allowing
 from tests.tiers.files.mounts import mounted
 from tests.valkey_server import Server

@@ -12,11 +12,11 @@ from obstore.store import LocalStore
 from redis import Redis
 
 from safe_offload.commands.cache import places
-from safe_offload.commands.cache.bucket_store import BucketStore
-from safe_offload.commands.cache.store import TierStore
+from safe_offload.commands.cache.place import Place
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.naming import DESCRIPTION_FILE, namespace_folder, path_of
-from safe_offload.tiers.objects.store import open_store
+from safe_offload.tiers.objects import store
+from safe_offload.tiers.objects.bucket import open_store
 from safe_offload.tiers.valkey.names import description_key, key_of
 from tests.bucket_server import BucketServer
 from tests.commands.cache.calls import (
@@ -75,8 +75,8 @@ class Rig(ABC):
         names = set(self.names())
         return [self.name(n) in names for n in range(count)]
 
-    def open(self) -> TierStore:
-        return places.open_store(self.url, places.config_of(self.url, {}))
+    def open(self) -> Place:
+        return places.open_place(self.url, places.config_of(self.url, {}))
 
 
 class Folder(Rig):
@@ -113,9 +113,6 @@ class FolderAsBucket(Folder):
 
     def __init__(self, root: Path) -> None:
         self.root = root
-
-    def open(self) -> TierStore:
-        return BucketStore(TierConfig.at(self.url), store=LocalStore(self.root))
 
 
 class Bucket(Rig):
@@ -210,9 +207,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def folder_as_bucket(folder, monkeypatch):
-    rig = FolderAsBucket(folder.root)
-    monkeypatch.setattr(places, "open_store", lambda place, config: rig.open())
-    return rig
+    monkeypatch.setattr(store, "open_store", lambda config: LocalStore(folder.root))
+    return FolderAsBucket(folder.root)
 
 
 RIGS = ("folder", "keys", "bucket")

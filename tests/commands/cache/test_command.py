@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache import directory_store
 from safe_offload.commands.cli import main
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.files import store
 from safe_offload.tiers.files.capacity import LOCK_FILE
-from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.naming import namespace_folder, path_of
 from tests.commands.cache.calls import AFTER_RESET, FACTS, FIRST, OBJECT_BYTES, STORED_BYTES, read
-from tests.tiers.contract import filled, name_of
+from tests.tiers.contract import filled, name_of, tier_at
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def root(tmp_path):
 
 def fill(root: Path, names: list[Name]) -> None:
     async def spill() -> None:
-        tier = FileTier(
+        tier = tier_at(
             TierConfig(Location("file", str(root)), capacity_bytes=1 << 30), OBJECT_BYTES, FACTS
         )
         results = await tier.spill(names, [filled((OBJECT_BYTES,))] * len(names))
@@ -132,7 +131,7 @@ def test_a_dry_run_counts_what_crashes_left(call, root):
 def test_engines_know_of_the_room_that_was_made(call, root):
     async def fill_up() -> None:
         limit = 20 * STORED_BYTES
-        tier = FileTier(
+        tier = tier_at(
             TierConfig(Location("file", str(root)), limit, num_threads=1), OBJECT_BYTES, FACTS
         )
         names = [name_of(n, space=FIRST) for n in range(10, 17)]
@@ -189,7 +188,7 @@ def test_what_cannot_be_done_is_refused_with_the_fix(call, root, arguments, mess
 
 
 def test_who_evicts_is_waited_for(call, root, monkeypatch):
-    monkeypatch.setattr(directory_store, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(store, "PATIENCE_S", 0.0)
     lock_fd = os.open(root / LOCK_FILE, os.O_RDWR)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
     status, text = call("prune", root, "--to", "1GiB")

@@ -167,13 +167,13 @@ def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(call, aged, ar
 
 
 def test_what_is_gone_meanwhile_is_passed_over(call, aged):
-    store = aged.open()
-    items = list(store.items(NAME))
+    place = aged.open()
+    items = list(place.items(NAME))
     for number in range(2):
         aged.delete(aged.name(number))
     (gone, *_) = (item for item in items if item.name == name_of(0, space=FIRST))
     with pytest.raises(FileNotFoundError):
-        list(store.pieces(gone))
-    assert len(store.delete(items)) in (8, 10), "a bucket does not say what was there"
+        list(place.pieces(gone))
+    assert len(place.delete(items)) in (8, 10), "a bucket does not say what was there"
     assert not any(aged.there())
-    store.close()
+    place.close()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from safe_offload.commands import progress
-from safe_offload.commands.cache.store import TierStore
+from safe_offload.commands.cache.place import Place
 from safe_offload.config.units import format_bytes
 from tests.commands.cache.calls import STORED_BYTES
 from tests.commands.test_progress import Terminal
@@ -85,7 +85,7 @@ def test_nothing_is_written_with_json_or_elsewhere(
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_ctrl_c_ends_it_in_one_line_that_says_what_is_done(rig, call, monkeypatch, more):
-    check, num_checked = TierStore.problem_of, 0
+    check, num_checked = Place.problem_of, 0
 
     def problem_of(*arguments):
         nonlocal num_checked
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_it_in_one_line_that_says_what_is_done(rig, call, monkeypatc
         return check(*arguments)
 
     rig.write(rig.name(3), b"x" * STORED_BYTES)
-    monkeypatch.setattr(TierStore, "problem_of", problem_of)
+    monkeypatch.setattr(Place, "problem_of", problem_of)
     status, text = call("verify", rig.url, *more)
     assert status == 130
     size = format_bytes(5 * STORED_BYTES)

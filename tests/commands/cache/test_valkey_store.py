@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache import valkey_store
+from safe_offload.commands.cache import places
 from safe_offload.tiers.valkey.names import description_key, key_of
+from safe_offload.tiers.valkey.store import ValkeyStore
 from tests.commands.cache.calls import (
     FACTS,
     FIRST,
@@ -81,7 +82,7 @@ def test_ls_where_the_server_keeps_no_times(call, client, server):
 
 
 def test_verify_finds_nothing_wrong(call, client, server, monkeypatch):
-    monkeypatch.setattr(valkey_store, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(ValkeyStore, "piece_bytes", 1000)
     assert call("verify", url(server)) == (0, "13 objects, 208.00 KiB checked: 0 bad.\n")
 
 
@@ -150,7 +151,7 @@ def test_no_server(call, tmp_path):
 
 
 def test_a_server_that_hangs(call, client, server, monkeypatch):
-    monkeypatch.setattr(valkey_store, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(places, "TIMEOUT_S", 0.2)
     server.stop()
     try:
         check_refusal(call("rm", url(server), "--all"), "does not answer")
@@ -184,7 +185,7 @@ def test_options_that_do_not_go_with_the_url(call, server):
 
 
 def test_a_server_without_tls(call, client, server, monkeypatch):
-    monkeypatch.setattr(valkey_store, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(places, "TIMEOUT_S", 0.2)
     check_refusal(call("ls", f"rediss://{server.host_port}"), "whether this port speaks TLS")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.files.tier import FileTier
-from tests.tiers.contract import FACTS, PATIENCE_S
+from safe_offload.tiers.tier import SealedTier
+from tests.tiers.contract import PATIENCE_S, tier_at
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def base():
 
 @pytest.fixture
 async def make(root):
-    tiers: list[FileTier] = []
+    tiers: list[SealedTier] = []
 
-    def one_more(path: Path = root, kind: type[FileTier] = FileTier, **settings: int) -> FileTier:
-        tiers.append(kind(TierConfig.at(f"file://{path}", **settings), 1 << 20, FACTS))
+    def one_more(path: Path = root, **settings: int) -> SealedTier:
+        tiers.append(tier_at(TierConfig.at(f"file://{path}", **settings)))
         return tiers[-1]
 
     yield one_more

@@ -23,14 +23,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.cache.directory_store import DirectoryStore
+from safe_offload.commands.cache.places import open_place
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files.capacity import EVICT_TO, ORPHAN_AGE_S, keep
 from safe_offload.tiers.files.directory import open_root, walk
-from safe_offload.tiers.files.tier import FileTier
-from tests.tiers.contract import FACTS, SPACE, bytes_of, filled, slot_of
+from tests.tiers.contract import SPACE, bytes_of, filled, slot_of, tier_at
 
 NUM_PROCESSES = 4
 NUM_KEYS = 320
@@ -68,7 +67,7 @@ class Storm:
 
     async def _run_one(self, place: int, rng: random.Random) -> None:
         config = TierConfig.at(f"file://{self.root}", capacity_bytes=LIMIT_BYTES)
-        tier = FileTier(config, SIZE_MAX, FACTS)
+        tier = tier_at(config, SIZE_MAX)
         while True:
             numbers = rng.sample(range(NUM_KEYS), rng.randrange(1, 40))
             names = [name_of(n) for n in numbers]
@@ -177,9 +176,9 @@ class Storm:
         left = [file for file, _ in walk(root_fd) if file.is_temporary]
         if left:
             found.append(f"{len(left)} orphans are left")
-        store = DirectoryStore(str(self.root))
-        bad = [item for item in store.items() if store.problem_of(item)]
-        store.close()
+        place = open_place(str(self.root), TierConfig.at(f"file://{self.root}"))
+        bad = [item for item in place.items() if place.problem_of(item)]
+        place.close()
         print(f"{num_orphans} orphans swept, {len(bad)} objects with a flipped bit left.")
         os.close(root_fd)
         return found

@@ -11,11 +11,20 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.files import object_file
+from safe_offload.tiers.files import object_file, store
 from safe_offload.tiers.files.capacity import LOCK_FILE
-from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.guarded_tier import GuardedTier
-from tests.tiers.contract import SPACE, fetch_one, filled, name_of, slot_of, spill_one
+from safe_offload.tiers.tier import SealedTier
+from tests.tiers.contract import (
+    FACTS,
+    PATIENCE_S,
+    SPACE,
+    fetch_one,
+    filled,
+    name_of,
+    slot_of,
+    spill_one,
+)
 from tests.tiers.files.mounts import mounted
 from tests.tiers.files.paths import files_below, said
 
@@ -26,15 +35,31 @@ SOURCE = filled((OBJECT_BYTES,))
 NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
 
 
-class Tier(FileTier):
+class Tier(SealedTier):
+    """Of a directory; `settle` waits until it has evicted what it is about to evict."""
+
+    def __init__(self, path: Path) -> None:
+        store = FileStore(TierConfig.at(f"file://{path}", num_threads=1), OBJECT_BYTES)
+        super().__init__(store, FACTS)
+        self.settle = store.settle
+
+
+class FileStore(store.FileStore):
     async def settle(self) -> None:
-        """Wait until it has evicted what it is about to evict."""
         await asyncio.wrap_future(self._keeper.submit(lambda: None))
 
 
 @pytest.fixture
-def make(make):
-    return lambda path: make(path, Tier, num_threads=1)
+async def make():
+    tiers: list[Tier] = []
+
+    def one_more(path: Path) -> Tier:
+        tiers.append(Tier(path))
+        return tiers[-1]
+
+    yield one_more
+    for tier in tiers:
+        await asyncio.wait_for(tier.close(), PATIENCE_S)
 
 
 class Glutton:

@@ -4,6 +4,7 @@ What is accepted, and why, is in docs/guides/security.md. Another user is anothe
 user id of nobody; where only root can prepare something, the test needs root.
 """
 
+import asyncio
 import logging
 import os
 import stat
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache.directory_store import DirectoryStore
+from safe_offload.commands.cache.places import open_place
 from safe_offload.commands.doctor.tiers.directory import check_directory, try_directory
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import directory
 from safe_offload.tiers.files.capacity import LOCK_FILE, USAGE_FILE
 from safe_offload.tiers.files.directory import NotOursError, open_our_root
-from safe_offload.tiers.files.tier import FileTier
+from safe_offload.tiers.tier import SealedTier
 from tests.tiers.contract import fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.files.paths import files_below, path_in, said
 
@@ -63,7 +64,7 @@ def shared(base: Path, mode: int = 0o2775) -> Path:
     return folder
 
 
-async def is_refused(tier: FileTier, log: list[logging.LogRecord], *words: str) -> None:
+async def is_refused(tier: SealedTier, log: list[logging.LogRecord], *words: str) -> None:
     """Nothing is read or written, and the log says why, and how to mend it."""
     assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.FAILED
     lines = [line for line in said(log) if "Fix: " in line]
@@ -230,10 +231,10 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
     await tier.close()
     assert is_unharmed(victim)
     assert any("of 2 hard links" in line for line in said(package_log)) or file == USAGE_FILE
-    store = DirectoryStore(str(base / "kv"))
+    place = open_place(str(base / "kv"), TierConfig.at(f"file://{base}/kv"))
     with pytest.raises(NotOursError, match="is one of 2 hard links"):
-        store.prune(None, 0.0)
-    store.close()
+        await asyncio.to_thread(place.prune, None, 0.0)
+    await asyncio.to_thread(place.close)
     assert is_unharmed(victim)
 
 
@@ -370,7 +371,7 @@ def test_doctor_says_whose_it_is_and_how_to_mend_it(base):
     attack(base, "mkdir -m 777 kv")
     for path in (base / "kv", base / "kv" / "below"):
         config = TierConfig.at(f"file://{path}")
-        (problem,) = check_directory(config, try_directory(config))
+        (problem,) = check_directory(config, asyncio.run(try_directory(config)))
         assert f"'{base}/kv' belongs to user 65534, this process is user 0" in problem.found
         assert "use a directory" in problem.fix
     assert list((base / "kv").iterdir()) == []

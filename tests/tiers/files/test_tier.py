@@ -9,8 +9,7 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
-from safe_offload.tiers.files.tier import FileTier
-from tests.tiers.contract import FACTS, TierContract
+from tests.tiers.contract import TierContract, tier_at
 from tests.tiers.files.paths import path_in
 
 SLOT_BYTES = 1 << 20
@@ -20,7 +19,7 @@ class FilesContract(TierContract):
     @pytest.fixture
     def make_tier(self, root):
         self.root = root
-        return lambda: FileTier(TierConfig.at(f"file://{root}"), SLOT_BYTES, FACTS)
+        return lambda: tier_at(TierConfig.at(f"file://{root}"))
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         return path_in(self.root, name).read_bytes()

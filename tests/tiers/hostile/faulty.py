@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import PLAIN, Seal
-from safe_offload.tiers.valkey.tier import ValkeyTier
+from safe_offload.tiers.tier import SealedTier
 from tests.tiers.contract import bytes_of, put
 from tests.tiers.hostile import fuzz
 from tests.tiers.hostile.answers import EVIL, PASSWORD
@@ -42,11 +43,12 @@ class Credulous(Seal):
         return Result.DONE
 
 
-class FaultyTier(ValkeyTier):
+class FaultyTier(SealedTier):
     """See above; `faults` are some of FAULTS."""
 
     def __init__(self, config: TierConfig, faults: Collection[str]) -> None:
-        super().__init__(config, FACTS, Credulous() if TRUSTS in faults else PLAIN)
+        seal = Credulous() if TRUSTS in faults else PLAIN
+        super().__init__(open_store(config, 1 << 20), FACTS, seal)
         self._faults = set(faults)
         self._kept: list[object] = []
 

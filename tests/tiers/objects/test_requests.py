@@ -13,8 +13,8 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.objects.tier import ObjectTier
-from tests.tiers.contract import FACTS, fetch_one, filled, name_of, slot_of
+from safe_offload.tiers.tier import SealedTier
+from tests.tiers.contract import fetch_one, filled, name_of, slot_of, tier_at
 from tests.tiers.objects.scripted_bucket import (
     NO_CONTENT,
     ScriptedBucket,
@@ -35,10 +35,10 @@ def environment(monkeypatch, certificates):
 @contextlib.contextmanager
 def tier_of(
     script: Script, tls: Certificates | None = None, host: str = "localhost"
-) -> Iterator[tuple[ObjectTier, ScriptedServer]]:
+) -> Iterator[tuple[SealedTier, ScriptedServer]]:
     with ScriptedServer(script, tls=tls) as server:
         endpoint = f"http{'s' if tls else ''}://{host}:{server.port}"
-        yield ObjectTier(TierConfig.at("s3://bucket/kv", endpoint=endpoint), FACTS), server
+        yield tier_at(TierConfig.at("s3://bucket/kv", endpoint=endpoint)), server
 
 
 def test_connections_are_used_again(runner, tls):
@@ -49,7 +49,7 @@ def test_connections_are_used_again(runner, tls):
         finally:
             has_ended.set()
 
-    async def ask(tier: ObjectTier, server: ScriptedServer) -> None:
+    async def ask(tier: SealedTier, server: ScriptedServer) -> None:
         assert [await tier.probe([name_of(number)]) for number in range(20)] == [[True]] * 20
         assert server.num_connections == 1
         await tier.close()
@@ -61,7 +61,7 @@ def test_connections_are_used_again(runner, tls):
 
 
 def test_no_connection_is_made_once_the_tier_is_closed(runner):
-    async def ask(tier: ObjectTier) -> None:
+    async def ask(tier: SealedTier) -> None:
         await tier.close()
         await tier.close()
         assert await tier.fetch([name_of(1)], [slot_of((512,))]) == [Result.CANCELLED]
@@ -99,7 +99,7 @@ async def test_credentials_that_cannot_be_had_are_named(monkeypatch, caplog):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     async with ScriptedBucket(lambda request: answer("404 Not Found")) as no_role:
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", no_role.endpoint)
-        tier = ObjectTier(TierConfig.at("s3://bucket/kv", endpoint="http://127.0.0.1:1"), FACTS)
+        tier = tier_at(TierConfig.at("s3://bucket/kv", endpoint="http://127.0.0.1:1"))
         names, slots = [name_of(1), name_of(2)], [filled((512,)), filled((512,))]
         assert await tier.fetch(names, slots) == [Result.FAILED] * 2
         assert await tier.spill(names, slots) == [Result.FAILED] * 2

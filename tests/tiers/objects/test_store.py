@@ -16,10 +16,10 @@ from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import DESCRIPTION_FILE, HEADER_BYTES, description
-from safe_offload.tiers.objects import store as objects_store
+from safe_offload.tiers.objects import bucket as objects_bucket
+from safe_offload.tiers.objects.bucket import Problem, open_store, problem_of, shown
 from safe_offload.tiers.objects.search import REQUESTS_MAX
-from safe_offload.tiers.objects.store import Problem, open_store, problem_of, shown
-from safe_offload.tiers.objects.tier import ObjectTier
+from safe_offload.tiers.tier import SealedTier
 from tests.tiers.contract import (
     FACTS,
     PATIENCE_S,
@@ -30,6 +30,7 @@ from tests.tiers.contract import (
     name_of,
     slot_of,
     spill_one,
+    tier_at,
 )
 from tests.tiers.objects.scripted_bucket import Request, ScriptedBucket, answer, known_to_the_tier
 from tests.tiers.valkey.scripted_server import until
@@ -70,7 +71,7 @@ def config_of(bucket: ScriptedBucket, url: str = URLS[0], timeout_s: float = 30.
 
 @pytest.fixture
 async def tier(bucket):
-    tier = ObjectTier(config_of(bucket), FACTS)
+    tier = tier_at(config_of(bucket))
     yield tier
     await tier.close()
 
@@ -80,10 +81,10 @@ async def tier(bucket):
 
 @pytest.mark.parametrize("url", URLS)
 async def test_objects_go_to_a_store_and_come_back(bucket, url):
-    tier, name, source = ObjectTier(config_of(bucket, url), FACTS), name_of(1), filled((4096,))
+    tier, name, source = tier_at(config_of(bucket, url)), name_of(1), filled((4096,))
     assert await tier.probe([name]) == [False]
     assert await spill_one(tier, name, source) is Result.DONE
-    other = ObjectTier(config_of(bucket, url), FACTS)
+    other = tier_at(config_of(bucket, url))
     assert await other.probe([name]) == [True]
     assert await spill_one(other, name, source) is Result.PRESENT
     target = slot_of((4096,))
@@ -91,17 +92,19 @@ async def test_objects_go_to_a_store_and_come_back(bucket, url):
     assert bytes_of(target) == bytes_of(source)
     paths = [path.replace("%2F", "/").replace("%2E", ".") for path in bucket.objects]
     folder = f"/bucket/kv/{SPACE.hex()}"
-    assert paths[0] == f"{folder}/{DESCRIPTION_FILE}"
-    assert paths[1] == f"{folder}/01/0000{name.block_hash.hex()}"
-    assert next(iter(bucket.objects.values())) == description(SPACE, FACTS)
+    assert paths == [
+        f"{folder}/01/0000{name.block_hash.hex()}",
+        f"{folder}/{DESCRIPTION_FILE}",
+    ]
+    assert list(bucket.objects.values())[1] == description(SPACE, FACTS)
 
 
 @pytest.mark.parametrize("url", URLS)
 async def test_what_is_corrupt_is_not_offered_and_can_be_written_again(bucket, url):
     """Deleted, or, by the scripted Azure, which does not know batches, kept."""
-    tier, name = ObjectTier(config_of(bucket, url), FACTS), name_of(1)
+    tier, name = tier_at(config_of(bucket, url)), name_of(1)
     await spill_one(tier, name, filled((4096,), 1))
-    path = list(bucket.objects)[-1]
+    path = next(iter(bucket.objects))
     bucket.objects[path] = bucket.objects[path][:-1] + b"x"
     assert await fetch_one(tier, name, slot_of((4096,))) is Result.CORRUPT
     assert await tier.probe([name]) == [False]
@@ -115,7 +118,7 @@ async def test_what_is_corrupt_is_not_offered_and_can_be_written_again(bucket, u
 def test_a_location_is_opened_without_asking_anything():
     for url in URLS:
         tier, _ = open_tier(TierConfig.at(url), 1 << 20, {})
-        assert isinstance(tier, ObjectTier)
+        assert isinstance(tier, SealedTier)
         assert tier.label == url
 
 
@@ -167,7 +170,7 @@ async def test_where_a_store_cannot_write_only_what_is_new_it_is_asked_first(buc
 
 
 async def test_of_two_fetches_the_first_has_the_connections(bucket):
-    tier = ObjectTier(TierConfig.at(URLS[0], endpoint=bucket.endpoint, num_connections=4), FACTS)
+    tier = tier_at(TierConfig.at(URLS[0], endpoint=bucket.endpoint, num_connections=4))
     names, slots = [name_of(index) for index in range(40)], [slot_of((512,))] * 40
     bucket.script = lambda request: answer("404 Not Found")
     bucket.may_read.clear()
@@ -184,7 +187,7 @@ async def test_of_two_fetches_the_first_has_the_connections(bucket):
 
 
 async def test_while_something_is_fetched_spills_have_a_quarter(bucket):
-    tier = ObjectTier(TierConfig.at(URLS[0], endpoint=bucket.endpoint, num_connections=4), FACTS)
+    tier = tier_at(TierConfig.at(URLS[0], endpoint=bucket.endpoint, num_connections=4))
     num_open: list[int] = []
 
     def script(request: Request) -> bytes | None:
@@ -271,9 +274,7 @@ async def test_redirects_in_a_circle_end(bucket, tier):
 
 async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(bucket):
     config = config_of(bucket, timeout_s=0.2)
-    guarded = GuardedTier(
-        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
-    )
+    guarded = GuardedTier(tier_at(config), config, lambda generation: SPACE, slot_bytes=4096)
     bucket.script = lambda request: None
     names = [name_of(index) for index in range(50)]
     for call in (guarded.fetch, guarded.spill):
@@ -302,9 +303,7 @@ async def test_no_secret_is_shown(bucket, url, caplog):
     bucket.script = echo
     caplog.set_level(logging.DEBUG)
     config = config_of(bucket, url)
-    guarded = GuardedTier(
-        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
-    )
+    guarded = GuardedTier(tier_at(config), config, lambda generation: SPACE, slot_bytes=4096)
     names = [name_of(1)]
     assert await guarded.fetch(names, [slot_of((4096,))]) == [Result.FAILED]
     assert await guarded.spill(names, [slot_of((4096,))]) == [Result.FAILED]
@@ -414,7 +413,7 @@ async def test_credentials_come_from_the_environment_and_else_from_the_files_of_
     if how != "environment":
         for variable in SECRETS:
             monkeypatch.delenv(variable)
-    tier = ObjectTier(config_of(bucket), FACTS)
+    tier = tier_at(config_of(bucket))
     await tier.probe([name_of(1)])
     key = "access-5ecre7" if how == "environment" else "from-a-file"
     assert f"Credential={key}/" in bucket.requests[0].headers["authorization"]
@@ -427,7 +426,7 @@ def test_a_profile_that_cannot_be_read_is_refused(monkeypatch, no_credentials, b
             raise ValueError(f"something with {SECRET}")
 
     boto3(Broken)
-    assert objects_store.open_store(TierConfig.at("s3://bucket/kv")) is not None
+    assert objects_bucket.open_store(TierConfig.at("s3://bucket/kv")) is not None
     monkeypatch.setenv("AWS_PROFILE", "kv")
     with pytest.raises(ConfigError, match="AWS_PROFILE is set") as caught:
         open_store(TierConfig.at("s3://bucket/kv"))

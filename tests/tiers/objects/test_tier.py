@@ -14,8 +14,7 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import DESCRIPTION_FILE, description, namespace_folder, path_of
-from safe_offload.tiers.objects.store import open_store
-from safe_offload.tiers.objects.tier import ObjectTier
+from safe_offload.tiers.objects.bucket import open_store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
     FACTS,
@@ -28,6 +27,7 @@ from tests.tiers.contract import (
     name_of,
     slot_of,
     spill_one,
+    tier_at,
 )
 
 _numbers = itertools.count()
@@ -68,7 +68,7 @@ class TestOnServer(TierContract):
     @pytest.fixture
     def make_tier(self, config):
         self.bucket = open_store(config)
-        return lambda: ObjectTier(config, FACTS)
+        return lambda: tier_at(config)
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         return bytes(self.bucket.get(path_in(name)).bytes())
@@ -91,7 +91,7 @@ async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
     server, config, monkeypatch, caplog
 ):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
-    tier, names = ObjectTier(config, FACTS), [name_of(number) for number in range(5)]
+    tier, names = tier_at(config), [name_of(number) for number in range(5)]
     slots = [filled((4096,))] * 5
     assert await tier.spill(names, slots) == [Result.FAILED] * 5
     assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.FAILED] * 5
@@ -106,12 +106,12 @@ async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
 
 async def test_who_may_only_read_reads(server, config, monkeypatch, caplog):
     name, source, target = name_of(1), filled((4096,)), slot_of((4096,))
-    await spill_one(ObjectTier(config, FACTS), name, source)
+    await spill_one(tier_at(config), name, source)
     bad = open_store(config)
     bad.put(path_in(name_of(2)), b"bad")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.reader_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.reader_secret)
-    tier = ObjectTier(config, FACTS)
+    tier = tier_at(config)
     assert await fetch_one(tier, name, target) is Result.DONE
     assert bytes_of(target) == bytes_of(source)
     assert await spill_one(tier, name_of(3), source) is Result.FAILED
@@ -122,7 +122,7 @@ async def test_who_may_only_read_reads(server, config, monkeypatch, caplog):
 
 
 async def test_a_bucket_that_is_not_there_is_named_as_the_problem(server, caplog):
-    tier = ObjectTier(TierConfig.at("s3://no-such-bucket/kv", endpoint=server.endpoint), FACTS)
+    tier = tier_at(TierConfig.at("s3://no-such-bucket/kv", endpoint=server.endpoint))
     assert await tier.probe([name_of(1)]) == [False]
     assert await spill_one(tier, name_of(1), filled((4096,))) is Result.FAILED
     assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.FAILED
@@ -131,7 +131,7 @@ async def test_a_bucket_that_is_not_there_is_named_as_the_problem(server, caplog
 
 
 async def test_a_namespace_is_described_once(config):
-    tier, store = ObjectTier(config, FACTS), open_store(config)
+    tier, store = tier_at(config), open_store(config)
     path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
     await spill_one(tier, name_of(1), filled((4096,)))
     assert bytes(store.get(path).bytes()) == description(SPACE, FACTS)
@@ -145,7 +145,7 @@ async def test_of_more_namespaces_than_are_remembered_the_first_is_described_aga
     config, monkeypatch
 ):
     monkeypatch.setattr(naming, "NAMESPACES_MAX", 1)
-    tier, store = ObjectTier(config, FACTS), open_store(config)
+    tier, store = tier_at(config), open_store(config)
     path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
     await spill_one(tier, name_of(1), filled((4096,)))
     store.delete(path)
@@ -155,11 +155,9 @@ async def test_of_more_namespaces_than_are_remembered_the_first_is_described_aga
 
 
 async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(server, config):
-    patient = ObjectTier(replace(config, timeout_s=60.0), FACTS)
+    patient = tier_at(replace(config, timeout_s=60.0))
     config = replace(config, timeout_s=0.3)
-    guarded = GuardedTier(
-        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
-    )
+    guarded = GuardedTier(tier_at(config), config, lambda generation: SPACE, slot_bytes=4096)
     names = [name_of(number) for number in range(100)]
     slots = [filled((4096,), number) for number in range(100)]
     spilled = await patient.spill(names[:20], slots[:20])
@@ -187,7 +185,7 @@ async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(se
 
 async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(server, config):
     """The last test of this module: the server is started again for none."""
-    tier, names = ObjectTier(config, FACTS), [name_of(number) for number in range(40)]
+    tier, names = tier_at(config), [name_of(number) for number in range(40)]
     sources = [filled((1 << 20,), number) for number in range(40)]
     assert set(await tier.spill(names, sources)) == {Result.DONE}
     targets = [slot_of((1 << 20,)) for _ in names]
@@ -210,7 +208,7 @@ async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(server
 async def test_of_many_generations_the_namespaces_of_the_last_are_remembered(config):
     made = []
     guarded = GuardedTier(
-        ObjectTier(config, FACTS), config, lambda g: made.append(g) or SPACE, slot_bytes=4096
+        tier_at(config), config, lambda g: made.append(g) or SPACE, slot_bytes=4096
     )
     generations = [str(number) for number in range(naming.NAMESPACES_MAX)]
     for generation in (*generations, *generations, "next", "next", "0"):

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from safe_offload.tiers.valkey.tier import ValkeyTier
-from tests.tiers.contract import FACTS
+from safe_offload.tiers.tier import SealedTier
+from tests.tiers.contract import tier_at
 from tests.valkey_server import Server, url_config
 
 
@@ -31,10 +31,10 @@ def server(valkey):
 @pytest.fixture
 async def make():
     """Tiers at urls, closed in the end."""
-    tiers: list[ValkeyTier] = []
+    tiers: list[SealedTier] = []
 
-    def one_more(url: str, **values: Any) -> ValkeyTier:
-        tiers.append(ValkeyTier(url_config(url, **values), FACTS))
+    def one_more(url: str, **values: Any) -> SealedTier:
+        tiers.append(tier_at(url_config(url, **values)))
         return tiers[-1]
 
     yield one_more

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from safe_offload.tiers.base import Result
+from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.replies import REPLY_BYTES_MAX, SCRATCH_BYTES
-from safe_offload.tiers.valkey.tier import ValkeyTier
-from tests.tiers.contract import name_of, slot_of
+from tests.tiers.contract import name_of, slot_of, tier_at
 from tests.tiers.hostile.costs import CostWatch, replies
 from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import url_config
@@ -28,9 +28,9 @@ MANY_RANGES = b"*10922\r\n" + b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\na\r\n:1\r\n" *
 WORDS = (b"AUTH", b"SELECT", b"CLIENT")
 
 
-def tier_on(server: ScriptedServer, num_connections: int = 1) -> ValkeyTier:
+def tier_on(server: ScriptedServer, num_connections: int = 1) -> SealedTier:
     url = f"redis://kv:password@127.0.0.1:{server.port}/1"
-    return ValkeyTier(url_config(url, timeout_s=30.0, num_connections=num_connections))
+    return tier_at(url_config(url, timeout_s=30.0, num_connections=num_connections))
 
 
 def never(peer: Peer) -> None:

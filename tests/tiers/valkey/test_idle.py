@@ -14,13 +14,13 @@ import pytest
 from safe_offload.config.tiers import DEFAULT_CONNECTIONS, TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.seal import PLAIN
+from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.names import key_of
 from safe_offload.tiers.valkey.replies import WireError
 from safe_offload.tiers.valkey.servers import ConnectionPool, Servers
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from safe_offload.tiers.valkey.wire import Wire
-from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of
+from tests.tiers.contract import bytes_of, filled, name_of, slot_of, tier_at
 from tests.tiers.valkey.scripted_server import PATIENCE_S, Peer, ScriptedServer
 from tests.valkey_server import Certificates, Server
 
@@ -35,7 +35,7 @@ GOOD = {
 
 
 @contextlib.contextmanager
-def closed(tier: ValkeyTier, runner: asyncio.Runner) -> Iterator[ValkeyTier]:
+def closed(tier: SealedTier, runner: asyncio.Runner) -> Iterator[SealedTier]:
     try:
         yield tier
     finally:
@@ -49,7 +49,7 @@ def reset(peer: Peer) -> None:
     peer.connection.close()
 
 
-async def everything(tier: ValkeyTier) -> list[object]:
+async def everything(tier: SealedTier) -> list[object]:
     """Return what comes of each kind of call."""
     slot = slot_of((4096,))
     found: list[object] = [
@@ -90,7 +90,7 @@ def test_connections_that_a_server_has_closed_are_made_again(runner, valkey, cap
             await asyncio.sleep(0.05)
             assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.DONE] * 20
 
-    with closed(ValkeyTier(TierConfig.at(f"redis://{valkey.host_port}"), FACTS), runner) as tier:
+    with closed(tier_at(TierConfig.at(f"redis://{valkey.host_port}")), runner) as tier:
         runner.run(use())
         with valkey.client() as client:
             num_connections = sum(c["name"] == "safe-offload" for c in client.client_list())
@@ -120,7 +120,7 @@ def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(runner
         assert await hold(tier.spill(names, slots)) == [Result.PRESENT] * 20
 
     config = TierConfig.at(f"redis://{valkey.host_port}", ttl_s=60.0)
-    with closed(ValkeyTier(config, FACTS), runner) as tier:
+    with closed(tier_at(config), runner) as tier:
         runner.run(use())
     assert not caplog.text
 
@@ -143,7 +143,7 @@ def test_an_idle_connection_is_kept_alive(runner, valkey):
     Source: proc_pid_net(5), tcp: of each connection its addresses, its state (1: established), and
     the kind of its timer (2: keep-alive).
     """
-    with closed(ValkeyTier(TierConfig.at(f"redis://{valkey.host_port}"), FACTS), runner) as tier:
+    with closed(tier_at(TierConfig.at(f"redis://{valkey.host_port}")), runner) as tier:
         runner.run(tier.probe([name_of(1)]))
         rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     there = f"0100007F:{valkey.port:04X}", "01"
@@ -174,9 +174,9 @@ class Waiting:
             self._ends(peer)
 
 
-def tier_on(server: ScriptedServer, tls: Certificates | None = None) -> ValkeyTier:
+def tier_on(server: ScriptedServer, tls: Certificates | None = None) -> SealedTier:
     scheme, values = ("redis", {}) if tls is None else ("rediss", {"ca_file": str(tls.ca)})
-    return ValkeyTier(TierConfig.at(f"{scheme}://localhost:{server.port}", **values))
+    return tier_at(TierConfig.at(f"{scheme}://localhost:{server.port}", **values))
 
 
 @pytest.mark.parametrize("ends", [None, reset], ids=["closed", "reset"])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from safe_offload.tiers.base import Result
+from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey.servers import NODES_MAX
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.tiers.contract import fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.valkey.scripted_server import Peer, Script, ScriptedServer, reason_of
 from tests.valkey_server import LOCALHOST, Certificates
@@ -22,13 +22,13 @@ def open_at(make):
 
     def one_more(
         server: ScriptedServer, login: str = "", scheme: str = "redis", **values: Any
-    ) -> ValkeyTier:
+    ) -> SealedTier:
         return make(f"{scheme}://{login}127.0.0.1:{server.port}/1", **values)
 
     return one_more
 
 
-OpenAt = Callable[..., ValkeyTier]
+OpenAt = Callable[..., SealedTier]
 
 
 def always(reply: bytes) -> Script:

@@ -10,8 +10,7 @@ from redis import Redis
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.valkey.names import key_of
-from safe_offload.tiers.valkey.tier import ValkeyTier
-from tests.tiers.contract import FACTS, TierContract
+from tests.tiers.contract import TierContract, tier_at
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary
 
 PASSWORD = "correct-horse"
@@ -51,7 +50,7 @@ class ServerContract(TierContract):
 
     @pytest.fixture
     def make_tier(self):
-        return lambda: ValkeyTier(self.config(), FACTS)
+        return lambda: tier_at(self.config())
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         with self.client_of(key_of(name)) as client:

@@ -13,10 +13,10 @@ import pytest
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
+from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey.names import description_key, key_of
 from safe_offload.tiers.valkey.servers import STALL_S
 from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
-from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.engine.http_server import hold_port
 from tests.tiers.contract import (
     FACTS,
@@ -27,6 +27,7 @@ from tests.tiers.contract import (
     name_of,
     slot_of,
     spill_one,
+    tier_at,
 )
 from tests.tiers.valkey.scripted_server import PATIENCE_S, reason_of, until
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary, url_config
@@ -37,7 +38,7 @@ MIB = 1 << 20
 needs_redis = pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
 
 
-Make = Callable[..., ValkeyTier]
+Make = Callable[..., SealedTier]
 
 
 def names_of(count: int) -> list[Name]:
@@ -160,7 +161,7 @@ async def test_nobody_is_there(make, tmp_path):
 
 
 def test_a_url_with_a_password_is_warned_about(caplog):
-    ValkeyTier(url_config(f"redis://:{SECRET}@127.0.0.1:1"), FACTS)
+    tier_at(url_config(f"redis://:{SECRET}@127.0.0.1:1"))
     assert "contains a password" in caplog.text
     assert SECRET not in caplog.text
 
@@ -305,7 +306,7 @@ async def test_connections_are_bounded_and_closed(server, make):
 # ---- servers that hang and die ------------------------------------------------------------------
 
 
-def guarded_tier_of(tier: ValkeyTier, url: str, **values: Any) -> GuardedTier:
+def guarded_tier_of(tier: SealedTier, url: str, **values: Any) -> GuardedTier:
     return GuardedTier(
         tier,
         url_config(url, **values),

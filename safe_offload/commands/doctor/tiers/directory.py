@@ -8,7 +8,6 @@ Source: proc_pid_mountinfo(5), flock(2), statvfs(3).
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import re
@@ -24,10 +23,11 @@ from safe_offload.commands.doctor.tiers.rates import OBJECT_BYTES, TierTrial, ra
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
+from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.files.capacity import USAGE_FILE, Usage
 from safe_offload.tiers.files.directory import NotOursError, open_root
 from safe_offload.tiers.files.object_file import takes_direct
-from safe_offload.tiers.files.tier import FileTier, open_ours
+from safe_offload.tiers.files.store import open_ours
 from safe_offload.tiers.naming import NAMESPACE_BYTES, is_namespace_folder
 
 NFS: Final = ("nfs", "nfs4", "cifs", "smb3")
@@ -58,7 +58,7 @@ class DirectoryTrial(TierTrial):
     lock_problem: str = ""
 
 
-def try_directory(config: TierConfig) -> DirectoryTrial:
+async def try_directory(config: TierConfig) -> DirectoryTrial:
     """Try the directory of a tier."""
     path = Path(config.location.path)
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -76,8 +76,8 @@ def try_directory(config: TierConfig) -> DirectoryTrial:
             tier_config = TierConfig(
                 Location("file", f"{name}/tier"), num_threads=config.num_threads
             )
-            tier = FileTier(tier_config, OBJECT_BYTES)
-            write_rate, read_rate = asyncio.run(rates_of(tier, bytes(NAMESPACE_BYTES)))
+            tier, _ = open_tier(tier_config, OBJECT_BYTES, {})
+            write_rate, read_rate = await rates_of(tier, bytes(NAMESPACE_BYTES))
             return DirectoryTrial(
                 label=label,
                 exists=nearest == path,

@@ -9,17 +9,17 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
-from safe_offload.commands.cache.store import UnreachableError
 from safe_offload.commands.doctor.findings import Finding, info, refusal, warning
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB
 from safe_offload.errors import SafeOffloadError
-from safe_offload.tiers.base import Name, Result, Tier
-from safe_offload.tiers.choice import open_tier
+from safe_offload.tiers.base import Name, PlaceError, Result, Tier
+from safe_offload.tiers.choice import open_store, open_tier
+from safe_offload.tiers.naming import namespace_folder
 
 NUM_OBJECTS: Final = 16
 OBJECT_BYTES: Final = 2 * MIB
@@ -27,7 +27,6 @@ RATE_S_MAX: Final = 10.0
 """Of writing and of reading; what is not begun by then is left out."""
 TRIAL_S: Final = 60.0
 """All that is tried of a tier over the network."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +66,18 @@ def trial_names(namespace: bytes) -> list[Name]:
     return [Name(namespace, 0, index.to_bytes(32, "big")) for index in range(NUM_OBJECTS)]
 
 
-def try_rates(
-    config: TierConfig,
-    places: Callable[[bytes], Iterable[T]],
-    delete: Callable[[T], object],
-) -> tuple[float, float]:
-    """Return bytes a second of writing and of reading over the network; nothing is left there.
-
-    Args:
-        places: from a namespace to where its objects and its description are.
-    """
+async def try_rates(config: TierConfig) -> tuple[float, float]:
+    """Return bytes a second of writing and of reading; nothing is left there."""
     tier, namespace_of = open_tier(config, OBJECT_BYTES, trial_facts())
     space = namespace_of("")
     try:
-        return asyncio.run(rates_of(tier, space))
+        return await rates_of(tier, space)
     finally:
-        for place in places(space):
-            with contextlib.suppress(Exception):
-                delete(place)
+        store = open_store(config)
+        with contextlib.suppress(Exception):
+            await store.delete([store.key_of(name) for name in trial_names(space)])
+            await store.forget([namespace_folder(space)])
+        await store.close()
 
 
 async def rates_of(tier: Tier, namespace: bytes) -> tuple[float, float]:
@@ -113,21 +106,28 @@ async def rates_of(tier: Tier, namespace: bytes) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def in_time(label: str, work: Callable[[], Trial], kind: type[Trial]) -> Trial:
+def in_time(
+    config: TierConfig,
+    work: Callable[[TierConfig], Coroutine[Any, Any, Trial]],
+    kind: type[Trial],
+) -> Trial:
     """Return what a trial finds; it is left behind if it takes longer than TRIAL_S.
 
     Raises:
         Exception: of the work, if it is none of ours.
     """
+    label = config.location.label
     found: list[Trial] = []
     problems: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(work())
-        except SafeOffloadError as problem:
-            is_down = isinstance(problem, UnreachableError)
-            found.append(kind(label=label, problem=str(problem), is_down=is_down))
+            found.append(asyncio.run(work(config)))
+        except PlaceError as error:
+            problem = error.said_of(label)
+            found.append(kind(label=label, problem=problem, is_down=error.is_down))
+        except SafeOffloadError as error:
+            found.append(kind(label=label, problem=str(error)))
         except BaseException as problem:
             problems.append(problem)
 

@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from safe_offload.commands.cache.valkey_client import Client
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.tiers.rates import (
     TierTrial,
-    in_time,
     trial_facts,
     trial_names,
     try_rates,
@@ -44,9 +42,10 @@ from safe_offload.tiers.valkey.commands import (
     words_of,
 )
 from safe_offload.tiers.valkey.login import CLIENT_NAME
-from safe_offload.tiers.valkey.names import ALL_KEYS, description_key, key_of
+from safe_offload.tiers.valkey.names import ALL_KEYS, key_of
 from safe_offload.tiers.valkey.replies import ErrorReply
 from safe_offload.tiers.valkey.servers import Node
+from safe_offload.tiers.valkey.store import ValkeyStore
 
 ANSWER_S: Final = 3.0
 TTL_S: Final = 300
@@ -94,27 +93,26 @@ class ServerTrial(TierTrial):
         return is_told and {*WRITING} <= set(self.denied) <= {*WRITING, *WITH_TTL}
 
 
-def try_server(config: TierConfig) -> ServerTrial:
-    """Try the server of a tier; it takes a minute at most."""
-    return in_time(config.location.label, lambda: _try(config), ServerTrial)
-
-
-def _try(config: TierConfig) -> ServerTrial:
-    client = Client(config, ANSWER_S)
+async def try_server(config: TierConfig) -> ServerTrial:
+    """Try the server of a tier."""
+    store = ValkeyStore(dataclasses.replace(config, timeout_s=ANSWER_S))
     try:
-        seen = [look(client, node) for node in client.nodes]
-        refused, is_cluster = _refusals(client)
+        nodes = await store.nodes()
+        seen = [await look(store, node) for node in nodes]
+        refused, is_cluster = await _refusals(store)
         sent = *sent_by(config), *([GET] if GETEX in refused else [])
         denied = {name: refused[name] for name in sent if name in refused}
-        rates = 0.0, 0.0
-        if not _without_use(denied, is_cluster):
-            rates = _rates(config, client, refused)
     finally:
-        client.close()
+        await store.close()
+    rates = 0.0, 0.0
+    may_expire = not set(WITH_TTL).intersection(refused)
+    # Else what cannot be deleted would stay.
+    if not _without_use(denied, is_cluster) and (may_expire or DEL not in refused):
+        rates = await try_rates(dataclasses.replace(config, ttl_s=TTL_S if may_expire else None))
     return ServerTrial(
-        label=client.label,
+        label=store.label,
         version=next((each["version"] for each in seen if "version" in each), ""),
-        num_nodes=len(client.nodes),
+        num_nodes=len(nodes),
         is_cluster=is_cluster,
         maxmemory_bytes=_sum(seen, "maxmemory"),
         used_bytes=_sum(seen, "used_memory"),
@@ -129,9 +127,9 @@ def _try(config: TierConfig) -> ServerTrial:
     )
 
 
-def look(client: Client, node: Node) -> dict[str, Any]:
+async def look(store: ValkeyStore, node: Node) -> dict[str, Any]:
     """Return how a node is set, as far as it tells."""
-    info, settings = client.ask(node, (b"INFO",), (b"CONFIG", b"GET", b"save"))
+    info, settings = await store.answers(node, (b"INFO",), (b"CONFIG", b"GET", b"save"))
     found: dict[str, Any] = {"unseen": []}
     if isinstance(info, bytes):
         lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
@@ -183,29 +181,29 @@ def _persistence(seen: list[dict[str, Any]]) -> tuple[str, ...] | None:
     return tuple(kind for kind in kinds if any(each.get(kind) for each in seen))
 
 
-def _code_of_answer(client: Client, node: Node, name: str, *arguments: bytes) -> str:
-    (answer,) = client.ask(node, (*words_of(name), *arguments))
-    return answer.code if isinstance(answer, ErrorReply) else ""
-
-
-def _refusals(client: Client) -> tuple[dict[str, str], bool]:
+async def _refusals(store: ValkeyStore) -> tuple[dict[str, str], bool]:
     """Try what tiers send; return codes of what is refused, and whether there are more nodes."""
     keys = [key_of(name) for name in trial_names(namespace(trial_facts()))]
-    node, milliseconds = client.node_of(keys[0]), b"%d" % (TTL_S * 1000)
+    node, milliseconds = await store.node_of(keys[0].decode()), b"%d" % (TTL_S * 1000)
     expiry = b"PX", milliseconds
-    may_ask = _code_of_answer(client, node, SLOTS) != "NOPERM"
+
+    async def code_of(name: str, *arguments: bytes) -> str:
+        (answer,) = await store.answers(node, (*words_of(name), *arguments))
+        return answer.code if isinstance(answer, ErrorReply) else ""
+
+    may_ask = await code_of(SLOTS) != "NOPERM"
     codes = {
-        SETNAME: _code_of_answer(client, node, SETNAME, CLIENT_NAME.encode()),
+        SETNAME: await code_of(SETNAME, CLIENT_NAME.encode()),
         SLOTS: "" if may_ask else "NOPERM",
     }
     for name, *arguments in (
         *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, milliseconds)),
+        (DEL,),
     ):
-        codes[name] = _code_of_answer(client, node, name, keys[0], *arguments)
-    codes[DEL] = _code_of_answer(client, node, DEL, keys[0])
+        codes[name] = await code_of(name, keys[0], *arguments)
     # Where it may not be asked, MOVED is all that tells a node of a cluster.
-    is_cluster = client.is_cluster or (
-        not may_ask and any(_code_of_answer(client, node, EXISTS, key) == "MOVED" for key in keys)
+    is_cluster = store.is_cluster or (
+        not may_ask and "MOVED" in [await code_of(EXISTS, key) for key in keys]
     )
     is_told = {name: code for name, code in codes.items() if code and code != "MOVED"}
     return is_told, is_cluster
@@ -214,17 +212,6 @@ def _refusals(client: Client) -> tuple[dict[str, str], bool]:
 def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
     """Return whether a tier does not work without what is refused."""
     return not NOT_NEEDED.issuperset(refused) or (is_cluster and SLOTS in refused)
-
-
-def _rates(config: TierConfig, client: Client, refused: Collection[str]) -> tuple[float, float]:
-    def keys(space: bytes) -> list[bytes]:
-        return [*map(key_of, trial_names(space)), description_key(space)]
-
-    may_expire = not set(WITH_TTL).intersection(refused)
-    if DEL in refused and not may_expire:
-        return 0.0, 0.0  # it would stay
-    config = dataclasses.replace(config, ttl_s=TTL_S if may_expire else None)
-    return try_rates(config, keys, lambda key: client.ask(client.node_of(key), (b"DEL", key)))
 
 
 def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:

@@ -12,16 +12,16 @@ import obstore
 import pytest
 
 from safe_offload.commands.doctor.findings import Finding, Severity
-from safe_offload.commands.doctor.tiers import bucket as tier_bucket
+from safe_offload.commands.doctor.tiers import place as tier_place
 from safe_offload.commands.doctor.tiers import rates as tier_rates
-from safe_offload.commands.doctor.tiers.bucket import BucketTrial
 from safe_offload.commands.doctor.tiers.check import check_tier, judge
+from safe_offload.commands.doctor.tiers.place import PlaceTrial
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.objects.store import open_store
+from safe_offload.tiers.objects.bucket import open_store
 from tests.commands.doctor.test_doctor import wrong
 from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 
-SOUND = BucketTrial(
+SOUND = PlaceTrial(
     label="s3://kv/prod",
     write_bytes_per_s=1e8,
     read_bytes_per_s=2e8,
@@ -92,7 +92,7 @@ async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(
 @pytest.mark.parametrize(
     ("module", "limit", "word"),
     [
-        (tier_bucket, "ANSWER_S", "the request failed"),
+        (tier_place, "ANSWER_S", "the request failed"),
         (tier_rates, "TRIAL_S", "hangs"),
     ],
 )

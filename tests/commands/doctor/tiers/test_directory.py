@@ -1,5 +1,6 @@
 """`safe-offload doctor` on directories of tiers: real ones, and file systems that are not here."""
 
+import asyncio
 import dataclasses
 import os
 from typing import Any
@@ -44,7 +45,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path, exists):
     path = tmp_path / "kv"
     if exists:
         path.mkdir()
-    trial = try_directory(TierConfig(Location("file", str(path))))
+    trial = asyncio.run(try_directory(TierConfig(Location("file", str(path)))))
     assert not trial.problem
     assert (trial.exists, trial.uid, trial.lock_problem) == (exists, os.geteuid(), "")
     assert trial.file_system
@@ -55,7 +56,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path, exists):
 
 def test_a_file_in_the_place_of_a_directory(tmp_path):
     (tmp_path / "file").touch()
-    trial = try_directory(TierConfig(Location("file", str(tmp_path / "file" / "kv"))))
+    trial = asyncio.run(try_directory(TierConfig(Location("file", str(tmp_path / "file" / "kv")))))
     assert "Not a directory" in trial.problem
     (problem,) = check_directory(CONFIG, trial)
     assert (problem.id, problem.severity) == ("tiers.directory", Severity.ERROR)
@@ -68,7 +69,7 @@ def test_what_another_user_stored(tmp_path):
     namespace.mkdir()
     (tmp_path / namespace_folder(bytes(range(NAMESPACE_BYTES)))).mkdir()  # our own
     os.chown(namespace, 4711, -1)
-    trial = try_directory(TierConfig(Location("file", str(tmp_path))))
+    trial = asyncio.run(try_directory(TierConfig(Location("file", str(tmp_path)))))
     assert trial.others == (4711,)
     found = check(others=trial.others)
     assert "contains files of user 4711" in wrong(list(found.values()))["tiers.directory"].found
@@ -116,7 +117,8 @@ def test_the_type_of_a_file_system(tmp_path):
 def test_a_lock_that_does_not_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(tier_directory.fcntl, "flock", lambda *_: None)
     assert (
-        "one lock twice" in try_directory(TierConfig(Location("file", str(tmp_path)))).lock_problem
+        "one lock twice"
+        in asyncio.run(try_directory(TierConfig(Location("file", str(tmp_path))))).lock_problem
     )
 
 

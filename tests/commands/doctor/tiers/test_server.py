@@ -1,5 +1,6 @@
 """`safe-offload doctor` on servers of tiers: real ones, and settings that are made up."""
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -328,7 +329,8 @@ def test_a_server_that_drips(monkeypatch):
     with socket.create_server((LOCALHOST, 0)) as listener:
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
-        trial = try_server(TierConfig.at(f"redis://{LOCALHOST}:{listener.getsockname()[1]}"))
+        config = TierConfig.at(f"redis://{LOCALHOST}:{listener.getsockname()[1]}")
+        trial = tier_rates.in_time(config, try_server, ServerTrial)
         is_over.set()
         thread.join()
     assert "hangs" in trial.problem
@@ -341,8 +343,12 @@ def test_what_a_server_says_of_itself_is_printed_escaped():
     numbers = dict.fromkeys(("maxmemory", "used_memory", "evicted_keys", "aof_enabled"), 1)
     facts = numbers | {"valkey_version": said, "maxmemory_policy": said}
     info = "".join(f"{name}:{value}\r\n" for name, value in facts.items())
-    client = SimpleNamespace(ask=lambda *_: [info.encode(), [b"save", b""]])
-    seen = tier_server.look(client, None)  # type: ignore[arg-type]
+
+    async def answers(*_: object) -> list[object]:
+        return [info.encode(), [b"save", b""]]
+
+    store = SimpleNamespace(answers=answers)
+    seen = asyncio.run(tier_server.look(store, None))  # type: ignore[arg-type]
     changes = {"version": seen["version"], "policies": (seen["policy"],)}
     text = render(list(check(**changes).values()))
     assert all(line.isprintable() for line in text.splitlines())

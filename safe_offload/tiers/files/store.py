@@ -1,4 +1,4 @@
-"""A directory as a tier: one file for each object, shared by all processes that name it.
+"""A directory as a store: one file for each object, shared by all processes that name it.
 
 An object is written to a temporary file of its own and renamed, so that it is there whole or not at
 all; a crash of the machine may leave a torn one, which its header shows. Files are not synced: this
@@ -17,17 +17,19 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from itertools import islice
+from typing import Final, TypeVar
 
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.config.tiers import TierConfig
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.batch import BadNames, Batch, Calls
-from safe_offload.tiers.files.capacity import CapacityShare
+from safe_offload.tiers.base import Name, PlaceError, Result
+from safe_offload.tiers.batch import Batch
+from safe_offload.tiers.files import upkeep
+from safe_offload.tiers.files.capacity import USAGE_FILE, CapacityShare, Kept, Order, keep
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
     TEMPORARY_PREFIX,
@@ -41,100 +43,95 @@ from safe_offload.tiers.files.directory import (
     rename,
     size_on_disk,
 )
-from safe_offload.tiers.files.object_file import (
-    TOUCH_AFTER_NS,
-    ObjectFiles,
-    file_bytes_of,
-    takes_direct,
-)
+from safe_offload.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
 from safe_offload.tiers.rare_log import RareLog
-from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SWEEP_EVERY_S: Final = 3600.0
+PATIENCE_S: Final = 30.0
+"""With an engine that evicts while an operator wants to."""
+
+_PAUSE_S: Final = 0.1
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
 
-Work = Callable[["_Visit", Name, Buffers], Result]
+T = TypeVar("T")
+Work = Callable[["_Visit", Batch, int], Result]
 
 
-class FileTier:
-    """See `Tier`.
+class FileStore(Store):
+    """See `Store`.
 
     Reading, writing and asking have threads of their own, so that none waits for another.
-
-    Args:
-        config: of the tier; its directory is not touched before it is first used.
-        slot_bytes: of the largest slot.
-        facts: of its namespaces (naming.py), written down beside the objects.
 
     Raises:
         ConfigError: the system refuses a thread, or the file of tenants cannot be used.
     """
 
-    def __init__(
-        self,
-        config: TierConfig,
-        slot_bytes: int,
-        facts: Mapping[str, object] | None = None,
-        seal: Seal = PLAIN,
-    ) -> None:
-        self.label = config.location.label
-        self.used_bytes = -1
-        self.num_evicted = 0
+    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+        super().__init__(config, slot_bytes)
+        self._path = config.location.path
         self._log = _Log(self.label)
-        self._place = _Place(config.location.path, self.label, {} if facts is None else facts)
+        self._place = _Place(self._path, self.label)
         path = config.tenants_path
         shares = TenantsFile(path).shares_by_mark if path else dict
         self._capacity = CapacityShare(config.capacity_bytes, shares)
-        self._files = ObjectFiles(slot_bytes, seal)
-        self._num_threads = config.num_threads
-        self._bad_names = BadNames()
-        self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
-        self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
-        self._asker = start_threads(1, "safe-offload-tier-ask")
-        self._keeper = start_threads(1, "safe-offload-tier-keep")
+        self._files = ObjectFiles(slot_bytes)
+        self._num_threads = config.num_threads if slot_bytes else 0
         self._keep_lock = threading.Lock()
         self._is_counting = False
         self._wanted_after = -1  # how many counts had ended when the last one was wanted
         self._keep_at_s = 0.0
         self._has_made_room = False  # or tries to, on a full disk, and no write has worked since
-        self._calls = Calls()
+        self._is_closed = False
+        self._root_fd = -1  # of an operator
+        if slot_bytes:
+            self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
+            self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
+            self._asker = start_threads(1, "safe-offload-tier-ask")
+            self._keeper = start_threads(1, "safe-offload-tier-keep")
 
-    # ---- the protocol, on the event loop ------------------------------------------------------
+    # ---- engines, on the event loop -----------------------------------------------------------
 
-    async def probe(self, names: Sequence[Name]) -> list[bool]:
-        return await asyncio.wrap_future(self._asker.submit(self._ask, names))
+    async def has(self, names: Sequence[Name]) -> list[bool]:
+        return await self._aside(self._ask, names)
 
-    async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        return await self._run(self._readers, self._read, names, slots)
+    async def get(self, batch: Batch) -> None:
+        await self._run(self._readers, self._read, batch)
 
-    async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        return await self._run(self._writers, self._write, names, slots)
+    async def put(self, batch: Batch) -> None:
+        await self._run(self._writers, self._write, batch)
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        if self._num_threads:
+            return await self._aside(self._delete, keys)
+        return [upkeep.delete(key, self._root()) for key in keys]
+
+    async def describe(self, namespace: bytes, text: bytes) -> float:
+        await self._aside(self._describe, namespace, text)
+        return float("inf")
 
     async def close(self) -> None:
-        if self._calls.is_closed:
+        if self._root_fd >= 0:
+            os.close(self._root_fd)
+        if self._is_closed or not self._num_threads:
             return
-        await self._calls.close()
+        self._is_closed = True
         for executor in (self._readers, self._writers, self._asker):
             executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.wait([asyncio.wrap_future(self._keeper.submit(self._leave))])
         self._keeper.shutdown(wait=False)
 
-    async def _run(
-        self,
-        executor: ThreadPoolExecutor,
-        work: Work,
-        names: Sequence[Name],
-        slots: Sequence[Buffers],
-    ) -> list[Result]:
-        batch = Batch(names, slots)
-        if self._calls.is_closed:
-            return batch.results
-        num_jobs = min(self._num_threads, len(names))
+    async def _aside(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.wrap_future(self._asker.submit(work, *args))
+
+    async def _run(self, executor: ThreadPoolExecutor, work: Work, batch: Batch) -> None:
+        num_jobs = min(self._num_threads, len(batch.left))
         jobs = [executor.submit(self._work_off, batch, work) for _ in range(num_jobs)]
 
         def give_up() -> None:
@@ -142,33 +139,96 @@ class FileTier:
             for job in jobs:
                 job.cancel()
 
-        await self._calls.outlast([asyncio.wrap_future(job) for job in jobs], give_up)
+        await outlast([asyncio.wrap_future(job) for job in jobs], give_up)
         self.used_bytes = self._capacity.used_bytes
-        return batch.results
+        for job in jobs:
+            if not job.cancelled():
+                job.result()
+
+    # ---- operators ----------------------------------------------------------------------------
+
+    def _root(self) -> int:
+        """Return a descriptor of the root for an operator, whichever user owns it."""
+        if self._root_fd < 0:
+            try:
+                self._root_fd = open_root(self._path)
+            except OSError as error:
+                raise PlaceError(
+                    f"it cannot be opened: {error.strerror}",
+                    'Name the directory of a tier (the path of its "url"), as a user who can read '
+                    "it",
+                ) from None
+        return self._root_fd
+
+    async def is_ours(self) -> bool:
+        """Return whether a tier has used the directory: else nothing is deleted or made there."""
+        root_fd = self._root()
+        return bool(upkeep.namespaces(root_fd)) or os.access(USAGE_FILE, os.F_OK, dir_fd=root_fd)
+
+    async def namespaces(self) -> list[str]:
+        return upkeep.namespaces(self._root())
+
+    async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
+        """See `Store.walk`; it blocks the loop."""
+        found = upkeep.items(self._root(), namespace)
+        while page := list(islice(found, PAGE_ITEMS)):
+            yield page
+
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        return upkeep.read(key, start, length, self._root())
+
+    async def forget(self, namespaces: Sequence[str]) -> None:
+        """See `Store.forget`; an engine may be writing to one of them again."""
+        for namespace in namespaces:
+            upkeep.remove_folders(namespace, self._root())
+        self.prune(Order())  # so that engines know how much is there now
+
+    def prune(self, order: Order) -> Kept:
+        """Evict what an operator wants gone; engines that share the directory know of it.
+
+        Raises:
+            PlaceError: an engine evicts, and does not end.
+        """
+        give_up_at_s = time.monotonic() + PATIENCE_S
+        while (kept := keep(self._root(), None, order=order)) is None:
+            if time.monotonic() > give_up_at_s:
+                raise PlaceError("an engine is evicting", "Try again in a minute")
+            time.sleep(_PAUSE_S)
+        return kept
 
     # ---- on threads ---------------------------------------------------------------------------
 
     def _ask(self, names: Sequence[Name]) -> list[bool]:
         with _Visit(self._place) as visit:
-            return [name not in self._bad_names and visit.has(name) for name in names]
+            return [visit.has(name) for name in names]
+
+    def _delete(self, keys: Sequence[str]) -> list[bool]:
+        with _Visit(self._place) as visit:
+            return [upkeep.delete(key, visit.root_fd) for key in keys]
+
+    def _describe(self, namespace: bytes, text: bytes) -> None:
+        try:
+            with _Visit(self._place) as visit:
+                visit.describe(namespace, text)
+        except OSError as error:
+            self._log.failure(error)
+            raise
 
     def _work_off(self, batch: Batch, work: Work) -> None:
         """Do objects of a batch until none is left."""
         try:
             with _Visit(self._place) as visit:
                 for index in batch.take_left():
-                    name, slot = batch.names[index], batch.slots[index]
-                    batch.results[index] = self._do(work, visit, name, slot)
+                    batch.results[index] = self._do(work, visit, batch, index)
         except OSError as error:
             self._log.failure(error)
-        except Exception:
-            logger.exception("Unexpected error in tier %s, which stays in use", self.label)
-        batch.settle(batch.take_left(), Result.FAILED)
+        finally:
+            batch.settle(batch.take_left(), Result.FAILED)
 
-    def _do(self, work: Work, visit: _Visit, name: Name, slot: Buffers) -> Result:
+    def _do(self, work: Work, visit: _Visit, batch: Batch, index: int) -> Result:
         num_counts = self._capacity.num_counts
         try:
-            return work(visit, name, slot)
+            return work(visit, batch, index)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 return self._make_room(error, num_counts)
@@ -186,16 +246,14 @@ class FileTier:
         self._log.no_room(error)
         return Result.FULL
 
-    def _read(self, visit: _Visit, name: Name, slot: Buffers) -> Result:
+    def _read(self, visit: _Visit, batch: Batch, index: int) -> Result:
+        name = batch.names[index]
         folder, file = naming.path_of(name)
         if not visit.enter(name.namespace):
             return Result.ABSENT
         try:
             folder_fd = visit.folder(folder)
-            result = self._files.read(file, folder_fd, name, slot, is_direct=self._place.is_direct)
-            if result in (Result.CORRUPT, Result.FOREIGN):
-                self._log.bad_object(result, file)
-                remove(file, folder_fd)
+            return self._files.read(file, folder_fd, batch, index, is_direct=self._place.is_direct)
         except FileNotFoundError:
             return Result.ABSENT
         except NotOursError:
@@ -203,19 +261,15 @@ class FileTier:
         except OSError as error:
             if error.errno not in _UNREADABLE:
                 raise
-            result = Result.UNREADABLE
-        if result is Result.UNREADABLE:
-            self._log.bad_object(result, file)
-            self._bad_names.add(name)
-        return result
+            return Result.UNREADABLE
 
-    def _write(self, visit: _Visit, name: Name, slot: Buffers) -> Result:
+    def _write(self, visit: _Visit, batch: Batch, index: int) -> Result:
+        name, file_bytes = batch.names[index], batch.size_of(index)
         folder, file = naming.path_of(name)
-        file_bytes = file_bytes_of(slot)
         has_namespace = visit.enter(name.namespace)
         try:
-            if not has_namespace or not visit.has_folder(folder):
-                visit.make_folder(name.namespace, folder)
+            if not (has_namespace and visit.has_folder(folder)) and visit.make_folder(name, folder):
+                batch.undescribed.add(name.namespace)
             folder_fd = visit.folder(folder)
             if _is_there(file, folder_fd, file_bytes):
                 return Result.PRESENT
@@ -223,8 +277,9 @@ class FileTier:
             if taken is None:
                 return Result.FULL
             temporary = _temporary_name()
+            is_direct = self._place.is_direct
             try:
-                self._files.write(temporary, folder_fd, name, slot, is_direct=self._place.is_direct)
+                self._files.write(temporary, folder_fd, batch, index, is_direct=is_direct)
                 rename(temporary, file, folder_fd)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -234,9 +289,7 @@ class FileTier:
         except OSError as error:
             if error.errno not in _IN_ITS_PLACE:
                 raise
-            self._log.bad_object(Result.UNREADABLE, file)
             return Result.UNREADABLE
-        self._bad_names.discard(name)
         self._has_made_room = False
         return Result.DONE
 
@@ -258,7 +311,7 @@ class FileTier:
     def _want_count(self, *, is_disk_full: bool = False) -> None:
         """Have the directory counted soon, once at a time."""
         with self._keep_lock:
-            if self._calls.is_closed:
+            if self._is_closed:
                 return
             self._wanted_after = self._capacity.num_counts
             if self._is_counting:
@@ -308,12 +361,11 @@ class _Place:
     the file system below.
     """
 
-    def __init__(self, path: str, label: str, facts: Mapping[str, object]) -> None:
+    def __init__(self, path: str, label: str) -> None:
         self.is_direct = False
         self.uid = -1
         self._path = path
         self._label = label
-        self._facts = facts
         self._lock = threading.Lock()
         self._known = (-1, -1, -1, -1)  # the root as it was when it was last judged
         self._mount_point = ""
@@ -347,16 +399,6 @@ class _Place:
             )
         self._known, self._mount_point = known, mount_point
         return root_fd
-
-    def describe(self, namespace: bytes, namespace_fd: int) -> None:
-        temporary = _temporary_name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file_fd = os.open(temporary, flags, FILE_MODE, dir_fd=namespace_fd)
-        try:
-            os.write(file_fd, naming.description(namespace, self._facts))
-        finally:
-            os.close(file_fd)
-        rename(temporary, naming.DESCRIPTION_FILE, namespace_fd)
 
 
 class _Visit:
@@ -405,15 +447,26 @@ class _Visit:
         self._namespace = namespace
         return True
 
-    def make_folder(self, namespace: bytes, name: str) -> None:
-        """Make one of the 256 folders, and that of its namespace if there is none."""
+    def make_folder(self, name: Name, folder: str) -> bool:
+        """Make one of the 256 folders; return whether its namespace has to be described."""
         self._leave_namespace()  # it may have been removed
-        is_new = make_folder(naming.namespace_folder(namespace), self.root_fd)
-        if not self.enter(namespace):
+        make_folder(naming.namespace_folder(name.namespace), self.root_fd)
+        if not self.enter(name.namespace):
             raise FileNotFoundError(errno.ENOENT, "the folder of the namespace was removed")
-        if is_new or not os.access(naming.DESCRIPTION_FILE, os.F_OK, dir_fd=self._namespace_fd):
-            self._place.describe(namespace, self._namespace_fd)
-        make_folder(name, self._namespace_fd)
+        make_folder(folder, self._namespace_fd)
+        return not os.access(naming.DESCRIPTION_FILE, os.F_OK, dir_fd=self._namespace_fd)
+
+    def describe(self, namespace: bytes, text: bytes) -> None:
+        if not self.enter(namespace):
+            return  # it was removed
+        temporary = _temporary_name()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file_fd = os.open(temporary, flags, FILE_MODE, dir_fd=self._namespace_fd)
+        try:
+            os.write(file_fd, text)
+        finally:
+            os.close(file_fd)
+        rename(temporary, naming.DESCRIPTION_FILE, self._namespace_fd)
 
     def _leave_namespace(self) -> None:
         for folder_fd in self._folder_fds.values():

@@ -1,0 +1,245 @@
+"""The place of a tier as operators use it: looked at, checked, emptied, with what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from array import array
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from safe_offload.commands.progress import Progress
+from safe_offload.errors import SafeOffloadError
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Name, PlaceError
+from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept, Order
+from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+
+LOOKING: Final = "listing objects"
+DELETING: Final = "deleting"
+_CLOCK_S: Final = 1.0
+"""Times of use are whole seconds, and may be one off when they are asked for again."""
+T = TypeVar("T")
+
+
+class CacheError(SafeOffloadError):
+    """The place cannot be used as asked."""
+
+
+class Place:
+    """A store, asked one thing after the other.
+
+    Args:
+        store: without slots; is closed by `close`.
+        label: what it is called; no secret is in it.
+
+    Attributes:
+        is_dry: nothing is deleted, to see what would be; `pretend` alone changes it.
+        progress: of what is under way; shows nothing until `show_on` replaces it.
+    """
+
+    def __init__(self, store: Store, label: str) -> None:
+        self.label = label
+        self.is_dry = False
+        self.progress = Progress(LOOKING, stream=io.StringIO())
+        self._store = store
+        self._runner = asyncio.Runner()
+
+    @property
+    def use(self) -> str:
+        """See `Store.use`."""
+        return self._store.use
+
+    def pretend(self, is_dry: bool) -> None:
+        """Delete nothing from now on, or do."""
+        self.is_dry = is_dry
+
+    def show_on(self, progress: Progress) -> None:
+        """Count there what is done."""
+        self.progress = progress
+
+    def require_cache(self) -> None:
+        """Refuse a place that no tier has used: nothing is deleted or made there."""
+        if not self._run(self._store.is_ours()):
+            raise CacheError(f"{self.label} is not the directory of a tier. Fix: name one.")
+
+    def key_of(self, name: Name) -> str:
+        """Return where an object is, or would be."""
+        return self._store.key_of(name)
+
+    def namespaces(self) -> Mapping[str, bytes]:
+        """Return the names of all namespaces, with the description of each or nothing."""
+        return {name: self._description(name) for name in self._run(self._store.namespaces())}
+
+    def _description(self, namespace: str) -> bytes:
+        try:
+            return self._read(self._store.description_key(namespace), 0, self._store.piece_bytes)
+        except OSError:
+            return b""
+
+    def items(self, namespace: str = "") -> Iterator[Item]:
+        """Yield every object, or those of a namespace; what vanishes meanwhile is passed over."""
+        pages = self._store.walk(namespace)
+
+        async def following() -> list[Item] | None:
+            return await anext(pages, None)
+
+        while (page := self._run(following())) is not None:
+            yield from page
+
+    def pieces(self, item: Item) -> Iterator[bytes]:
+        """Yield the header of an object, HEADER_BYTES if it has one, and then its bytes.
+
+        Raises:
+            FileNotFoundError: it is not there any more.
+            OSError: it cannot be read.
+        """
+        at, length = 0, max(self._store.piece_bytes, HEADER_BYTES)
+        while at == 0 or at < item.size_bytes:
+            piece = self._read(item.key, at, length)
+            if at == 0:
+                yield piece[:HEADER_BYTES]
+            yield piece[0 if at else HEADER_BYTES :]
+            at += len(piece)
+            if len(piece) < length:
+                break
+
+    def _read(self, key: str, start: int, length: int) -> bytes:
+        return self._run(self._store.read(key, start, length))
+
+    def problem_of(self, item: Item, seal: Seal = PLAIN) -> str:
+        """Return what is wrong with an object; empty if nothing is, NOT_CHECKED without its key.
+
+        Raises:
+            FileNotFoundError: it is not there any more.
+        """
+        try:
+            pieces = self.pieces(item)
+            found = next(pieces, b"")
+            if not naming.is_sealed(found) and naming.Header.read(found) is None:
+                return "it has no header of this version"
+            if item.name is None:
+                return "its header names another object"
+            return seal.problem_of(found, item.name, map(memoryview, pieces))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+
+    def delete(self, items: Sequence[Item]) -> list[Item]:
+        """Delete objects; return those that were there."""
+        if self.is_dry:
+            return list(items)
+        were_there = self._run(self._store.delete([item.key for item in items]))
+        deleted = [item for item, was in zip(items, were_there, strict=True) if was]
+        self._count_deleted(len(deleted), sum(item.size_bytes for item in deleted))
+        return deleted
+
+    def forget(self, namespaces: Sequence[str]) -> None:
+        """Delete what else there is of namespaces whose objects are gone."""
+        if not self.is_dry:
+            self._run(self._store.forget(namespaces))
+
+    def close(self) -> None:
+        """Give back what is held."""
+        self._run(self._store.close())
+        self._runner.close()
+
+    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
+        """Delete what was last used before that, and more until `to_bytes` are there.
+
+        Where the place has no way of its own, all objects are looked at, and then all of them
+        again; 16 bytes of each are kept.
+
+        Raises:
+            CacheError: the place does not know when an object was used.
+        """
+        if not self.is_dry:
+            order = Order(to_bytes, int(used_before_s * 1e9), self._seen, self._gone)
+            try:
+                kept = self._store.prune(order)
+            except PlaceError as error:
+                raise CacheError(error.said_of(self.label)) from None
+            if kept is not None:
+                return kept
+        sizes, used_at, num_orphans = self._look()
+        held_bytes = sum(sizes)
+        excess_bytes = 0 if to_bytes is None else held_bytes - to_bytes
+        until_s = _cutoff_s(sizes, used_at, excess_bytes)
+        num_evicted, evicted_bytes = 0, 0
+        if used_before_s or excess_bytes > 0:
+            for batch in batches(self.items()):
+                due, due_bytes = [], 0
+                for item in batch:
+                    is_excess = evicted_bytes + due_bytes < excess_bytes
+                    is_old = item.used_at_s <= until_s + _CLOCK_S
+                    is_due = (is_excess and is_old) or item.used_at_s < used_before_s
+                    if is_due and not item.is_temporary:
+                        due.append(item)
+                        due_bytes += item.size_bytes
+                deleted = self.delete(due)
+                num_evicted += len(deleted)
+                evicted_bytes += sum(item.size_bytes for item in deleted)
+        return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, num_orphans)
+
+    def _look(self) -> tuple[array[int], array[float], int]:
+        """Return sizes and times of use of all objects, and how many temporaries are orphans."""
+        sizes, used_at = array("q"), array("d")
+        num_orphans, orphan_before_s = 0, time.time() - ORPHAN_AGE_S
+        for item in self.items():
+            if item.is_temporary and item.used_at_s < orphan_before_s:
+                num_orphans += 1
+                continue
+            if not item.used_at_s:
+                raise CacheError(
+                    f"{self.label} does not report when objects were last used. Fix: let it evict "
+                    "(maxmemory and its policy), or use allkeys-lru instead of allkeys-lfu."
+                )
+            self._seen(item.size_bytes)
+            sizes.append(item.size_bytes)
+            used_at.append(item.used_at_s)
+        return sizes, used_at, num_orphans
+
+    def _seen(self, size_bytes: int) -> None:
+        if self.progress.what == LOOKING:
+            self.progress.advance(1, size_bytes)
+
+    def _gone(self, size_bytes: int) -> None:
+        self._count_deleted(1, size_bytes)
+
+    def _count_deleted(self, count: int, size_bytes: int) -> None:
+        """Show that objects were deleted, unless it is a check that is shown."""
+        if self.progress.what == LOOKING:
+            self.progress.begin(DELETING)
+        if self.progress.what == DELETING:
+            self.progress.advance(count, size_bytes)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self._runner.run(work)
+        except PlaceError as error:
+            raise CacheError(error.said_of(self.label)) from None
+
+
+def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield lists of at most PAGE_ITEMS."""
+    left = iter(items)
+    while batch := list(islice(left, PAGE_ITEMS)):
+        yield batch
+
+
+def _cutoff_s(sizes: array[int], used_at: array[float], excess_bytes: int) -> float:
+    """Return up to which time of use objects must go, so that the excess does."""
+    if excess_bytes <= 0:
+        return 0.0
+    times = np.array(used_at)
+    order = np.argsort(times, kind="stable")
+    gone_bytes = np.cumsum(np.array(sizes, dtype=np.int64)[order])
+    last = int(np.searchsorted(gone_bytes, excess_bytes))
+    return float(times[order[min(last, len(order) - 1)]])

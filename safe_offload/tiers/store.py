@@ -1,0 +1,155 @@
+"""What a kind of place does: verbs for many objects at a time.
+
+A kind is one class, and one line in `tier_url.KINDS`. It moves bytes and keeps no promise about
+them: above it one tier seals and judges (tier.py), and one withholds (guarded_tier.py). The
+commands `cache` and `doctor` use the same verbs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from safe_offload.config.units import MIB
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Name
+from safe_offload.tiers.naming import DESCRIPTION_FILE
+
+if TYPE_CHECKING:
+    from safe_offload.config.tiers import TierConfig
+    from safe_offload.tiers.batch import Batch
+    from safe_offload.tiers.files.capacity import Kept, Order
+
+PAGE_ITEMS = 1000
+"""Of a walk, and of what an operator deletes at a time."""
+
+
+class Item(NamedTuple):
+    """An object that was found.
+
+    Attributes:
+        key: where it is, as the place itself calls it.
+        name: what its header must say; None if no object is found there.
+        used_at_s: when it was last used, since 1970; 0 if that is not known.
+        is_temporary: it is being written, or was when its writer died.
+    """
+
+    namespace: str
+    key: str
+    name: Name | None
+    size_bytes: int
+    used_at_s: float
+    is_temporary: bool = False
+
+
+class Store(ABC):
+    """A place of one kind. It belongs to the loop's thread.
+
+    A verb that is refused raises OSError, a PlaceError where the fix is known; `get` and `put` note
+    it as the result of each object, and in the log.
+
+    Args:
+        config: of the tier; the place is not asked for anything before it is first used.
+        slot_bytes: of the largest slot; 0 for an operator, who gets and puts nothing.
+
+    Attributes:
+        label: for the log and the metrics; no secret is in it.
+        use: what its times are of: "USED" or, where only that is known, "WRITTEN".
+        piece_bytes: that `read` returns at most.
+        used_bytes: what it holds; -1 where that is not known.
+        num_evicted: objects that this process has deleted to keep its capacity.
+    """
+
+    use = "USED"
+    piece_bytes = 4 * MIB
+    used_bytes = -1
+    num_evicted = 0
+
+    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+        self.label = config.location.label
+
+    # ---- engines -------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def has(self, names: Sequence[Name]) -> list[bool]:
+        """Return which objects are there."""
+
+    @abstractmethod
+    async def get(self, batch: Batch) -> None:
+        """Read the objects that are left of a batch into their slots, and note each result.
+
+        What is not DONE may have left anything in its slot. Cancelled, it begins no other object;
+        when it ends, nothing touches the slots any more.
+        """
+
+    @abstractmethod
+    async def put(self, batch: Batch) -> None:
+        """Write the objects that are left of a batch, each whole or not at all; ends as `get`.
+
+        What is there is PRESENT, unless it is bad.
+        """
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        """Delete objects; return which were there, or all of them if the place does not say."""
+
+    @abstractmethod
+    async def describe(self, namespace: bytes, text: bytes) -> float:
+        """Write down what a namespace is; return for how many seconds that stays."""
+
+    async def close(self) -> None:  # noqa: B027 - not every place holds something
+        """Give back what is held; a second call is free."""
+
+    # ---- operators -----------------------------------------------------------------------------
+
+    @abstractmethod
+    async def namespaces(self) -> list[str]:
+        """Return the names of all namespaces, in order."""
+
+    @abstractmethod
+    def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
+        """Yield every object, or those of a namespace; what vanishes meanwhile is passed over."""
+
+    @abstractmethod
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        """Return bytes of an object or a description, fewer at its end.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+
+    async def is_ours(self) -> bool:
+        """Return whether something may be deleted: always where other names are not touched."""
+        return True
+
+    def prune(self, order: Order) -> Kept | None:
+        """Delete what an operator wants gone; None if the place has no way of its own.
+
+        It blocks, so that Ctrl-C ends it between two objects.
+        """
+        return None
+
+    async def forget(self, namespaces: Sequence[str]) -> None:
+        """Delete what else there is of namespaces whose objects are gone."""
+        await self.delete([self.description_key(name) for name in namespaces])
+
+    def key_of(self, name: Name) -> str:
+        """Return where an object is, or would be."""
+        return "/".join((naming.namespace_folder(name.namespace), *naming.path_of(name)))
+
+    def description_key(self, namespace: str) -> str:
+        """Return where the description of a namespace is, or would be."""
+        return f"{namespace}/{DESCRIPTION_FILE}"
+
+
+def item_at(key: str, size_bytes: int, used_at_s: float) -> Item | None:
+    """Return the object at a key of `Store.key_of`; None if it is none of ours."""
+    namespace, _, rest = key.partition("/")
+    folder, _, file = rest.partition("/")
+    if not naming.is_namespace_folder(namespace) or not naming.is_object_folder(folder):
+        return None
+    name = naming.name_of(namespace, file)
+    if name is not None and naming.path_of(name)[0] != folder:
+        name = None
+    return Item(namespace, key, name, size_bytes, used_at_s)

@@ -1,0 +1,147 @@
+"""A store as a tier: objects are sealed, judged, and not offered again if they cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.batch import BadNames, Batch, Calls
+from safe_offload.tiers.rare_log import RareLog
+from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.store import Store
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+_TO_DELETE = (Result.CORRUPT, Result.FOREIGN)
+_NOT_SAID = {*Result} - {*_TO_DELETE, Result.UNREADABLE}
+
+Work = Callable[[Batch], Awaitable[None]]
+
+
+class SealedTier:
+    """See `Tier`. It belongs to the loop's thread.
+
+    Args:
+        store: is closed by `close`.
+        facts: of its namespaces (naming.py), written down beside the objects.
+    """
+
+    def __init__(
+        self, store: Store, facts: Mapping[str, object] | None = None, seal: Seal = PLAIN
+    ) -> None:
+        self.label = store.label
+        self._store = store
+        self._facts = {} if facts is None else facts
+        self._seal = seal
+        self._log = RareLog(self.label)
+        self._bad_names = BadNames()
+        self._describe_at_s: dict[bytes, float] = {}
+        self._calls = Calls()
+
+    def __repr__(self) -> str:
+        return f"<SealedTier {self.label}>"
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Tier.used_bytes`."""
+        return self._store.used_bytes
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Tier.num_evicted`."""
+        return self._store.num_evicted
+
+    async def probe(self, names: Sequence[Name]) -> list[bool]:
+        """See `Tier.probe`."""
+        if self._calls.is_closed:
+            raise OSError(errno.ESHUTDOWN, "the tier is closed")
+        found = await self._store.has(names) if names else []
+        if not self._bad_names:
+            return found
+        return [has and n not in self._bad_names for has, n in zip(found, names, strict=True)]
+
+    async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
+        """See `Tier.fetch`."""
+        return await self._run(self._get, names, slots)
+
+    async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
+        """See `Tier.spill`."""
+        return await self._run(self._put, names, slots)
+
+    async def close(self) -> None:
+        """See `Tier.close`."""
+        await self._calls.close()
+        await self._store.close()
+
+    async def _run(
+        self, work: Work, names: Sequence[Name], slots: Sequence[Buffers]
+    ) -> list[Result]:
+        batch = Batch(names, slots, self._seal, self._bad_names)
+        if self._calls.is_closed or not names:
+            return batch.results
+        call = asyncio.ensure_future(self._work_off(work, batch))
+
+        def give_up() -> None:
+            batch.left.clear()
+            call.cancel()
+
+        await self._calls.outlast([call], give_up)
+        return batch.results
+
+    async def _work_off(self, work: Work, batch: Batch) -> None:
+        try:
+            await work(batch)
+        except Exception:
+            logger.exception("Unexpected error in tier %s, which stays in use", self.label)
+            not_ended = (i for i, r in enumerate(batch.results) if r is Result.CANCELLED)
+            batch.settle(not_ended, Result.FAILED)
+
+    async def _get(self, batch: Batch) -> None:
+        await self._store.get(batch)
+        self._note(batch)
+        bad = [i for i, result in enumerate(batch.results) if result in _TO_DELETE]
+        if not bad:
+            return
+        names = [batch.names[index] for index in bad]
+        try:
+            await self._store.delete([self._store.key_of(name) for name in names])
+        except OSError:  # the store has said why
+            for name in names:
+                self._bad_names.add(name)
+
+    async def _put(self, batch: Batch) -> None:
+        await self._store.put(batch)
+        self._note(batch)
+        done = zip(batch.names, batch.results, strict=True)
+        await self._describe({n.namespace for n, r in done if r is Result.DONE}, batch.undescribed)
+
+    def _note(self, batch: Batch) -> None:
+        """Note what cannot be used, and what can be again."""
+        if not self._bad_names and _NOT_SAID.issuperset(batch.results):
+            return
+        for name, result in zip(batch.names, batch.results, strict=True):
+            if result is Result.DONE:
+                self._bad_names.discard(name)
+            elif result not in _NOT_SAID:
+                self._log.bad_object(result, self._store.key_of(name))
+                if result is Result.UNREADABLE:
+                    self._bad_names.add(name)
+
+    async def _describe(self, namespaces: set[bytes], undescribed: set[bytes]) -> None:
+        """Write down what namespaces are, once, or before that is gone."""
+        now_s = asyncio.get_running_loop().time()
+        for namespace in namespaces:
+            if self._describe_at_s.get(namespace, 0.0) > now_s and namespace not in undescribed:
+                continue
+            if len(self._describe_at_s) >= naming.NAMESPACES_MAX:
+                self._describe_at_s.clear()
+            text = naming.description(namespace, self._facts)
+            try:
+                stays_s = await self._store.describe(namespace, text)
+            except OSError:  # the store has said why; the next call tries again
+                continue
+            self._describe_at_s[namespace] = now_s + stays_s / 2
