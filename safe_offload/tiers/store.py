@@ -19,7 +19,6 @@ from safe_offload.tiers.naming import DESCRIPTION_FILE
 if TYPE_CHECKING:
     from safe_offload.config.tiers import TierConfig
     from safe_offload.tiers.batch import Batch
-    from safe_offload.tiers.files.capacity import Kept, Order
 
 PAGE_ITEMS = 1000
 """Of a walk, and of what an operator deletes at a time."""
@@ -123,12 +122,8 @@ class Store(ABC):
         """Return whether something may be deleted: always where other names are not touched."""
         return True
 
-    def prune(self, order: Order) -> Kept | None:
-        """Delete what an operator wants gone; None if the place has no way of its own.
-
-        It blocks, so that Ctrl-C ends it between two objects.
-        """
-        return None
+    async def recount(self) -> None:  # noqa: B027 - most places count by themselves
+        """Let engines know what is there, after an operator has deleted some of it."""
 
     async def forget(self, namespaces: Sequence[str]) -> None:
         """Delete what else there is of namespaces whose objects are gone."""

@@ -16,7 +16,7 @@ from safe_offload.commands.progress import Progress
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError
-from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept, Order
+from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
@@ -136,9 +136,12 @@ class Place:
         """Delete objects; return those that were there."""
         if self.is_dry:
             return list(items)
+        if items and self.progress.what == LOOKING:
+            self.progress.begin(DELETING)
         were_there = self._run(self._store.delete([item.key for item in items]))
         deleted = [item for item, was in zip(items, were_there, strict=True) if was]
-        self._count_deleted(len(deleted), sum(item.size_bytes for item in deleted))
+        if self.progress.what == DELETING:  # else it is a check that is shown
+            self.progress.advance(len(deleted), sum(item.size_bytes for item in deleted))
         return deleted
 
     def forget(self, namespaces: Sequence[str]) -> None:
@@ -154,20 +157,11 @@ class Place:
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
         """Delete what was last used before that, and more until `to_bytes` are there.
 
-        Where the place has no way of its own, all objects are looked at, and then all of them
-        again; 16 bytes of each are kept.
+        All objects are looked at, and then all of them again; 16 bytes of each are kept.
 
         Raises:
             CacheError: the place does not know when an object was used.
         """
-        if not self.is_dry:
-            order = Order(to_bytes, int(used_before_s * 1e9), self._seen, self._gone)
-            try:
-                kept = self._store.prune(order)
-            except PlaceError as error:
-                raise CacheError(error.said_of(self.label)) from None
-            if kept is not None:
-                return kept
         sizes, used_at, num_orphans = self._look()
         held_bytes = sum(sizes)
         excess_bytes = 0 if to_bytes is None else held_bytes - to_bytes
@@ -186,6 +180,8 @@ class Place:
                 deleted = self.delete(due)
                 num_evicted += len(deleted)
                 evicted_bytes += sum(item.size_bytes for item in deleted)
+        if not self.is_dry:
+            self._run(self._store.recount())
         return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, num_orphans)
 
     def _look(self) -> tuple[array[int], array[float], int]:
@@ -201,24 +197,10 @@ class Place:
                     f"{self.label} does not report when objects were last used. Fix: let it evict "
                     "(maxmemory and its policy), or use allkeys-lru instead of allkeys-lfu."
                 )
-            self._seen(item.size_bytes)
+            self.progress.advance(1, item.size_bytes)
             sizes.append(item.size_bytes)
             used_at.append(item.used_at_s)
         return sizes, used_at, num_orphans
-
-    def _seen(self, size_bytes: int) -> None:
-        if self.progress.what == LOOKING:
-            self.progress.advance(1, size_bytes)
-
-    def _gone(self, size_bytes: int) -> None:
-        self._count_deleted(1, size_bytes)
-
-    def _count_deleted(self, count: int, size_bytes: int) -> None:
-        """Show that objects were deleted, unless it is a check that is shown."""
-        if self.progress.what == LOOKING:
-            self.progress.begin(DELETING)
-        if self.progress.what == DELETING:
-            self.progress.advance(count, size_bytes)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:

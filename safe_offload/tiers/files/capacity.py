@@ -98,22 +98,6 @@ class Kept:
     num_orphans: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What somebody wants gone beside what the limit asks for.
-
-    Attributes:
-        to_bytes: evict until no more than that is there; None for no such wish.
-        used_before_ns: evict what was last used before that, in any case.
-        seen, gone: told the size of each file that is counted, and of each that is evicted.
-    """
-
-    to_bytes: int | None = None
-    used_before_ns: int = 0
-    seen: Callable[[int], object] = int
-    gone: Callable[[int], object] = int
-
-
 class CapacityShare:
     """The share of one process in the capacity of a directory; any thread may call it.
 
@@ -262,22 +246,17 @@ class CapacityShare:
             self._ahead_bytes = 0
 
 
-_NO_ORDER: Final = Order()
-
-
 def keep(
     root_fd: int,
     limit_bytes: int | None,
     *,
     is_disk_full: bool = False,
-    order: Order = _NO_ORDER,
     shares: Mapping[int, int] = _UNDIVIDED,
 ) -> Kept | None:
     """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
 
     Args:
         is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
-        order: what goes beside that.
 
     Returns:
         What was done; None if another process is at it.
@@ -292,19 +271,17 @@ def keep(
             return None
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             before = _begin_count(usage_fd)
-        num_orphans, files = _count(root_fd, order)
+        num_orphans, files = _count(root_fd)
         held_bytes = files.total_bytes
         last = _LastBatch(lock_fd)
-        to_bytes = order.to_bytes
-        if to_bytes is None:
-            to_bytes = _target(held_bytes, limit_bytes, before)
-            if is_disk_full:
-                batch_bytes = last.next_bytes(held_bytes - files.temporary_bytes)
-                to_bytes = min(to_bytes, held_bytes - batch_bytes)
+        to_bytes = _target(held_bytes, limit_bytes, before)
+        if is_disk_full:
+            batch_bytes = last.next_bytes(held_bytes - files.temporary_bytes)
+            to_bytes = min(to_bytes, held_bytes - batch_bytes)
         due = files.due(held_bytes - to_bytes, shares)
         num_evicted, evicted_bytes = 0, 0
-        if due or order.used_before_ns > 0:
-            num_evicted, evicted_bytes = _evict(root_fd, due, order, shares)
+        if due:
+            num_evicted, evicted_bytes = _evict(root_fd, due, shares)
         held_bytes -= evicted_bytes
         if is_disk_full and num_evicted:
             last.note(held_bytes - files.temporary_bytes, evicted_bytes)
@@ -414,7 +391,7 @@ class _Files:
         return due
 
 
-def _count(root_fd: int, order: Order) -> tuple[int, _Files]:
+def _count(root_fd: int) -> tuple[int, _Files]:
     """Sweep orphans; return how many there were, and the other files."""
     files, num_orphans = _Files(), 0
     orphan_before_ns = time.time_ns() - int(ORPHAN_AGE_S * 1e9)
@@ -423,28 +400,21 @@ def _count(root_fd: int, order: Order) -> tuple[int, _Files]:
             num_orphans += remove(file.file, folder_fd)
         else:
             files.add(file)
-            order.seen(file.size_bytes)
     return num_orphans, files
 
 
 def _evict(
-    root_fd: int, due: Mapping[int, tuple[int, int]], order: Order, shares: Mapping[int, int]
+    root_fd: int, due: Mapping[int, tuple[int, int]], shares: Mapping[int, int]
 ) -> tuple[int, int]:
-    """Delete of each mark what was used least recently, until all is gone that is due of it.
-
-    And all that was last used before a time.
-    """
+    """Delete of each mark what was used least recently, until all is gone that is due of it."""
     num_evicted, gone_bytes = 0, Counter[int]()
     for file, folder_fd in walk(root_fd):
         mark = file.mark if file.mark in shares else 0
         until_ns, due_bytes = due.get(mark, (0, 0))
         is_due = file.used_at_ns <= until_ns and gone_bytes[mark] < due_bytes
-        if file.is_temporary or not (is_due or file.used_at_ns < order.used_before_ns):
-            continue
-        if remove(file.file, folder_fd):
+        if is_due and not file.is_temporary and remove(file.file, folder_fd):
             num_evicted += 1
             gone_bytes[mark] += file.size_bytes
-            order.gone(file.size_bytes)
     return num_evicted, gone_bytes.total()
 
 

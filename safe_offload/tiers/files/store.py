@@ -29,7 +29,7 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.files import upkeep
-from safe_offload.tiers.files.capacity import USAGE_FILE, CapacityShare, Kept, Order, keep
+from safe_offload.tiers.files.capacity import USAGE_FILE, CapacityShare, keep
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
     TEMPORARY_PREFIX,
@@ -110,7 +110,11 @@ class FileStore(Store):
     async def delete(self, keys: Sequence[str]) -> list[bool]:
         if self._num_threads:
             return await self._aside(self._delete, keys)
-        return [upkeep.delete(key, self._root()) for key in keys]
+        deleted = []
+        for key in keys:
+            deleted.append(upkeep.delete(key, self._root()))
+            await asyncio.sleep(0)  # where Ctrl-C ends it
+        return deleted
 
     async def describe(self, namespace: bytes, text: bytes) -> float:
         await self._aside(self._describe, namespace, text)
@@ -119,6 +123,7 @@ class FileStore(Store):
     async def close(self) -> None:
         if self._root_fd >= 0:
             os.close(self._root_fd)
+            self._root_fd = -1
         if self._is_closed or not self._num_threads:
             return
         self._is_closed = True
@@ -181,20 +186,15 @@ class FileStore(Store):
         """See `Store.forget`; an engine may be writing to one of them again."""
         for namespace in namespaces:
             upkeep.remove_folders(namespace, self._root())
-        self.prune(Order())  # so that engines know how much is there now
+        await self.recount()
 
-    def prune(self, order: Order) -> Kept:
-        """Evict what an operator wants gone; engines that share the directory know of it.
-
-        Raises:
-            PlaceError: an engine evicts, and does not end.
-        """
+    async def recount(self) -> None:
+        """See `Store.recount`; sweeps what crashes have left."""
         give_up_at_s = time.monotonic() + PATIENCE_S
-        while (kept := keep(self._root(), None, order=order)) is None:
+        while keep(self._root(), None) is None:
             if time.monotonic() > give_up_at_s:
                 raise PlaceError("an engine is evicting", "Try again in a minute")
-            time.sleep(_PAUSE_S)
-        return kept
+            await asyncio.sleep(_PAUSE_S)
 
     # ---- on threads ---------------------------------------------------------------------------
 
