@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from tests.bucket_server import BucketServer
     from tests.scheduler.rig import MakeRig, Rig
+    from tests.valkey_server import Server
     from tests.worker.copies.fake_device import FakeGpu
 
 
@@ -118,6 +120,44 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     """What the package warns of, and its errors."""
     with _records(logging.WARNING) as records:
         yield records
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Valkey server that no test ends."""
+    from tests.valkey_server import Server
+
+    with Server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(valkey: Server) -> Iterator[Server]:
+    """It as it is after its start."""
+    with valkey.client() as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+        yield valkey
+        for user in client.acl_users():
+            if user != "default":
+                client.acl_deluser(user)
+
+
+@pytest.fixture(scope="session")
+def _bucket_server() -> Iterator[BucketServer]:
+    from tests.bucket_server import BucketServer
+
+    with BucketServer() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket_server(_bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> BucketServer:
+    """A real object store that no test ends; its credentials are in the environment."""
+    for name, value in _bucket_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return _bucket_server
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from tests.network import FAIR, Proxy, Weather
 from tests.tiers.contract import name_of, tier_at
-from tests.valkey_server import Server
 
 NUM_OBJECTS, OBJECT_BYTES = 100, 64 << 10
 PATIENCE_S = 250.0
@@ -19,12 +18,6 @@ WEATHERS = {
     "losses": Weather(loss=0.9, retransmission_s=1.0),
     "latency": Weather(latency_s=2.0),
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.mark.parametrize("weather", WEATHERS.values(), ids=WEATHERS.keys())

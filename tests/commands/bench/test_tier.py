@@ -85,21 +85,13 @@ class Bucket(Place):
         return [meta["path"] for page in obstore.list(self.store) for meta in page]
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
 @pytest.fixture(params=["directory", "server", "bucket"])
-def place(request, tmp_path, monkeypatch):
+def place(request, tmp_path):
     if request.param == "directory":
         return Directory(tmp_path / "device")
     if request.param == "server":
         return Valkey(request.getfixturevalue("server"))
     bucket_server = request.getfixturevalue("bucket_server")
-    for name, value in bucket_server.environment().items():
-        monkeypatch.setenv(name, value)
     return Bucket(bucket_server.url(tmp_path.name), bucket_server.endpoint)
 
 

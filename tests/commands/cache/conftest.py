@@ -22,7 +22,6 @@ from tests.bucket_server import BucketServer
 from tests.commands.cache.calls import (
     AFTER_RESET,
     FIRST,
-    PASSWORD,
     caller,
     described,
     value_of,
@@ -173,13 +172,6 @@ class Keys(Rig):
         return description_key(space).decode()
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    options = {"user": f"reader on >{PASSWORD} ~safe-offload:* +ping +cluster|slots +scan +object"}
-    with Server(tmp_path_factory.mktemp("valkey"), options) as server:
-        yield server
-
-
 @pytest.fixture
 def keys(server):
     with server.client() as client:
@@ -189,9 +181,7 @@ def keys(server):
 
 
 @pytest.fixture
-def bucket(bucket_server, monkeypatch):
-    for name, value in bucket_server.environment().items():
-        monkeypatch.setenv(name, value)
+def bucket(bucket_server):
     rig = Bucket(bucket_server)
     rig.fill()
     return rig

@@ -161,6 +161,8 @@ def test_a_server_that_hangs(call, client, server, monkeypatch):
 
 def test_logins(call, client, server, tmp_path):
     client.execute_command("ACL", "SETUSER", "all", "on", f">{PASSWORD}", "~*", "+@all")
+    rights = "on", f">{PASSWORD}", "~safe-offload:*", "+ping", "+cluster|slots", "+scan", "+object"
+    client.execute_command("ACL", "SETUSER", "reader", *rights)
     secret = tmp_path / "secret"
     secret.write_text(f"{PASSWORD}\n")
     secret = Path(os.path.relpath(secret))

@@ -6,26 +6,7 @@ import pytest
 
 from safe_offload.tiers.tier import SealedTier
 from tests.tiers.contract import tier_at
-from tests.valkey_server import Server, url_config
-
-
-@pytest.fixture(scope="session")
-def valkey(tmp_path_factory):
-    """A server that no test ends."""
-    with Server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(valkey):
-    """A server as it is after its start."""
-    with valkey.client() as client:
-        client.flushall()
-        client.config_set("maxmemory", 0)
-        yield valkey
-        for user in client.acl_users():
-            if user != "default":
-                client.acl_deluser(user)
+from tests.valkey_server import url_config
 
 
 @pytest.fixture

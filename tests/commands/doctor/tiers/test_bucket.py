@@ -30,9 +30,7 @@ CONFIG = TierConfig.at("s3://kv/prod")
 
 
 @pytest.fixture(autouse=True)
-def environment(bucket_server, monkeypatch):
-    for name, value in bucket_server.environment().items():
-        monkeypatch.setenv(name, value)
+def short(bucket_server, monkeypatch):
     monkeypatch.setattr(tier_rates, "OBJECT_BYTES", 64 << 10)
 
 

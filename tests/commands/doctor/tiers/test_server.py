@@ -50,11 +50,13 @@ SOUND = ServerTrial(
 CONFIG = TierConfig.at("redis://kv:6379")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    options = {"maxmemory": "256mb", "maxmemory-policy": "allkeys-lru"}
-    with Server(tmp_path_factory.mktemp("valkey"), options) as server:
-        yield server
+@pytest.fixture
+def server(server):
+    with server.client() as client:
+        client.config_set("maxmemory", "256mb")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("save", "")
+    return server
 
 
 @pytest.fixture(autouse=True)
