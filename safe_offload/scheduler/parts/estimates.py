@@ -47,12 +47,10 @@ class Estimates(Part):
         return EndCurve(num_slots, per_hash, boundaries.needs, align)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`."""
         if state in self.seen_states:
             self.seen_states.remove(state)
             if self.curve:
                 self.curve.keep(state.request.block_hashes)
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Part`."""
         return self.curve.rates() if self.curve else {}

@@ -18,7 +18,6 @@ class Events(Part):
         self._events = events
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        """See `Part`."""
         self._events.seen(state.request)
 
     def preempted(self, state: RequestState) -> None:
@@ -26,7 +25,6 @@ class Events(Part):
         self._events.learn(state.request)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`."""
         self._events.ended(state.request)
 
     def has_work(self) -> bool:

@@ -28,7 +28,6 @@ class EvictionOrder(Part):
         planner.ranks.label("eviction_order", START)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`."""
         hits, contest = self._planner.hits, self.contest or self._make_contest()
         if contest is None or state.limits.leaves_nothing:
             return

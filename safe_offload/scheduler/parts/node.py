@@ -59,7 +59,6 @@ class NodePool(Part):
         self._is_stalled = False  # and that was said
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        """See `Part`."""
         self.slots.wake()
 
     def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
@@ -77,12 +76,10 @@ class NodePool(Part):
         return Answer.SEARCH
 
     def is_lost(self) -> bool:
-        """See `Part`."""
         before, self._num_lost = self._num_lost, self.slots.num_lost
         return before != self.slots.num_lost
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
-        """See `Part`."""
         slots = self.slots
         self._say_what_is_damaged()
         is_awake = slots.wake()
@@ -97,7 +94,6 @@ class NodePool(Part):
         self._is_synced = False
 
     def planned(self, plan: StepPlan) -> StepPlan:
-        """See `Part`."""
         self._nap_if_idle()
         return plan
 
@@ -146,14 +142,12 @@ class NodePool(Part):
             )
 
     def reported(self, report: StepReport) -> None:
-        """See `Part`."""
         for facts in report.host_facts:
             if facts.rank not in self._pools:
                 self._pools[facts.rank] = facts.pool
                 self._attach()
 
     def updated(self) -> None:
-        """See `Part`."""
         self._nap_if_idle()
 
     def _attach(self) -> None:
@@ -189,7 +183,6 @@ class NodePool(Part):
         )
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Part`."""
         table = self.slots.table
         if table is None:
             return {}
@@ -201,7 +194,6 @@ class NodePool(Part):
             self.slots.nap()
 
     def resetting(self) -> None:
-        """See `Part`."""
         self.slots.wake()
 
     def reset(self, cause: str | None) -> None:
@@ -217,6 +209,5 @@ class NodePool(Part):
         return self.slots.is_behind
 
     def shutdown(self) -> None:
-        """See `Part`."""
         if self.slots.table is not None:
             self.slots.table.close()

@@ -58,11 +58,9 @@ class TenantShares(Part):
             del self._labels[label]
 
     def asked(self, state: RequestState, num_computed_tokens: int) -> None:
-        """See `Part`."""
         self._asked[state] = state.request.num_tokens - num_computed_tokens
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """See `Part`."""
         num_asked = self._asked.pop(state, None)
         if num_asked is not None:
             tenants = self.slots.tenants
@@ -71,7 +69,6 @@ class TenantShares(Part):
             self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`."""
         self._asked.pop(state, None)
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
@@ -99,7 +96,6 @@ class TenantShares(Part):
         return replace(plan, spills=tuple(spills))
 
     def count_into(self, counters: Counters) -> None:
-        """See `Part`."""
         labels, evicted = self.slots.tenants.labels, self.slots.by_tenant.evicted
         for number, count in evicted.items():
             counters[of_tenant("evicted_blocks", labels[number])] += count
@@ -118,5 +114,4 @@ class TenantShares(Part):
         return found
 
     def shutdown(self) -> None:
-        """See `Part`."""
         self.file.close()

@@ -62,17 +62,14 @@ class Wishes(Part):
     # ---- a request -----------------------------------------------------------------------------
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        """See `Part`."""
         if not state.request.skip_reading_prefix_cache:
             self.pins.use(state, state.request.block_hashes)
 
     def asked(self, state: RequestState, num_computed_tokens: int) -> None:
-        """See `Part`."""
         if _asks(state.request, TELL_KEY):
             self._sources[state.request] = {"gpu_tokens": num_computed_tokens}
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """See `Part`."""
         request = state.request
         told = self._sources.get(request)
         if told is None or (not num_tokens and "host_tokens" in told):
@@ -177,7 +174,6 @@ class Wishes(Part):
         return None
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
-        """See `Part`."""
         self.pins.set_time(now_s)
         self._answers.clear()
         if self._demoted:
@@ -191,11 +187,9 @@ class Wishes(Part):
         self._demoted.clear()
 
     def stopped(self) -> None:
-        """See `Part`."""
         self._is_stopped = True
 
     def given_up(self) -> None:
-        """See `Part`."""
         self._is_stopped = True
         self.pins.reset()
         self._sources.clear()
@@ -210,5 +204,4 @@ class Wishes(Part):
         }
 
     def check_invariants(self) -> None:
-        """See `Part`."""
         self.pins.check_invariants()

@@ -61,7 +61,6 @@ class PrivateBlocks(Part):
         return f"PrivateBlocks({len(self.noted)} requests, {len(self.hashes)} hashes)"
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        """See `Part`."""
         request = state.request
         first = self._first(request)
         if first is not None or request.resumable:
@@ -80,7 +79,6 @@ class PrivateBlocks(Part):
         return None
 
     def before_stores(self) -> None:
-        """See `Part`."""
         for request in self.noted:
             self._note(request)
         if len(self.hashes) > self._sweep_at:

@@ -83,31 +83,25 @@ class Tiers(Part):
             self.lookups.see(state)
 
     def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        """See `Part`."""
         waits = self.lookups.waits(state, num_computed_tokens, now_s)
         return Answer.ASK_AGAIN if waits else Answer.SEARCH
 
     def matched(self, state: RequestState) -> None:
-        """See `Part`."""
         self.lookups.matched(state)
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """See `Part`."""
         self.lookups.scheduled(state, num_tokens)
 
     def hit_tokens(self, load: Load, num_tokens: int) -> Mapping[int, int]:
-        """See `Part`."""
         first_token = load.first_hash * self._hash_block_size
         return self.lookups.hit_tokens(load.owner, first_token, num_tokens)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`."""
         self.lookups.end(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
     def messages(self, now_s: float) -> TierMessages:
-        """See `Part`."""
         has_to_plan = self._has_changed or self.lookups.wanting or self._probes.is_waiting
         if not has_to_plan and now_s <= self._plan_again_s:
             return NO_MESSAGES
@@ -132,7 +126,6 @@ class Tiers(Part):
         return TierMessages(probes, fetches, spills)
 
     def sent(self, now_s: float) -> None:
-        """See `Part`."""
         self._probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()
@@ -153,7 +146,6 @@ class Tiers(Part):
     # ---- the workers have reported -------------------------------------------------------------
 
     def note(self, outcome: Outcome) -> bool:
-        """See `Part`."""
         transfer_id = outcome.transfer_id
         transfer = self.fetches.ledger.get(transfer_id) or self.spills.ledger.get(transfer_id)
         if transfer is None:
@@ -192,7 +184,6 @@ class Tiers(Part):
         self.lookups.fetched(fetch)
 
     def stored(self, store: Store) -> None:
-        """See `Part`."""
         self.spills.stored(store)
         self._has_changed = True
 
@@ -223,7 +214,6 @@ class Tiers(Part):
         self.generation.reset(is_vouched_for=cause is None)
 
     def given_up(self) -> None:
-        """See `Part`."""
         self.lookups.give_up()
         self._answered, self._fetched, self._complete = [], [], []
         self._probes.forget()
@@ -231,7 +221,6 @@ class Tiers(Part):
         self.spills.give_up()
 
     def leases(self) -> list[Lease]:
-        """See `Part`."""
         return [*self.fetches.leases, *self.spills.leases]
 
     # ---- the rest ------------------------------------------------------------------------------
@@ -247,7 +236,6 @@ class Tiers(Part):
         return not self._is_stuck and bool(self.fetches or self.spills)
 
     def statistics(self) -> dict[str, int]:
-        """See `Part`."""
         return {
             "lookups": self.lookups.num_active,
             "fetches": len(self.fetches),
@@ -255,11 +243,9 @@ class Tiers(Part):
         }
 
     def check_invariants(self) -> None:
-        """See `Part`."""
         self.fetches.check_invariants()
 
     def gauges(self) -> dict[str, float]:
-        """See `Part`."""
         return {
             "fetches_in_flight": len(self.fetches),
             "spills_in_flight": len(self.spills),
