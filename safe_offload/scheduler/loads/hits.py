@@ -87,7 +87,7 @@ class Ends(NamedTuple):
 
 
 class Finder(Protocol):
-    """Where blocks are found: `Directory`, or what `reach.py` looks into."""
+    """Where blocks are found: `Directory`, or that and tiers (`tiered_hits.py`)."""
 
     def find(self, group_idx: int, block_hash: bytes) -> Any:
         """Return what stands for a block, its slot where it has one; None if it is nowhere."""

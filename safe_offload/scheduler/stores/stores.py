@@ -1,6 +1,6 @@
 """Stores: from blocks that are worth keeping to slots that can be found, or to nothing.
 
-What a policy adds (`store_eager.py`, `store_lazy.py`) takes its slots at once. All that a step has
+What a policy adds (`eager.py`, `lazy.py`) takes its slots at once. All that a step has
 added goes into one store, or two: after the forward if the blocks are still what they were, before
 it if one of them was given away in this step.
 

@@ -13,7 +13,7 @@ from safe_offload.scheduler.eviction import returns
 from safe_offload.scheduler.eviction.adaptive import Adaptive, Order
 from safe_offload.scheduler.eviction.contest import HOLD_S, Contest
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
-from safe_offload.scheduler.parts import eviction_order as adaptive
+from safe_offload.scheduler.parts import eviction_order
 from safe_offload.scheduler.parts.eviction_order import EvictionOrder
 from tests.scheduler.parts import part_of
 from tests.scheduler.rig import Rig
@@ -219,7 +219,7 @@ def serve_flood(rig: Rig) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])
 def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkeypatch, extra):
-    monkeypatch.setattr(adaptive, "RATE_MAX", 1.0)  # the host is small
+    monkeypatch.setattr(eviction_order, "RATE_MAX", 1.0)  # the host is small
     rig = make_rig(num_blocks=60, num_slots=40, extra={"min_load_tokens": 0, **extra})
     assert rig.planner.host_labels["eviction_order"] == "lru"
     package_log.clear()
