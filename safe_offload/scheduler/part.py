@@ -92,11 +92,11 @@ class Part:
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
         """A step is about to be planned."""
 
-    def before_stores(self) -> None:
-        """Blocks that are hashed by now may be stored in the step that is planned."""
-
     def messages(self, now_s: float) -> TierMessages:
-        """Return what the workers are told of tiers; `NO_MESSAGES` itself for nothing."""
+        """Return what the workers are told of tiers; `NO_MESSAGES` itself for nothing.
+
+        One part at most has this.
+        """
         return NO_MESSAGES
 
     def planned(self, plan: StepPlan) -> StepPlan:
@@ -123,6 +123,9 @@ class Part:
         """All that vLLM has told of the workers' step is noted."""
 
     # ---- what goes wrong -----------------------------------------------------------------------
+
+    def doubted(self, doubts: Sequence[str]) -> None:
+        """A rank cannot tell what this engine computes; each time with the reasons."""
 
     def stopped(self) -> None:
         """A rank copies no more: begin nothing. What is in flight goes on."""
@@ -168,3 +171,16 @@ def methods(parts: Sequence[Part], name: str) -> tuple[Callable[..., Any], ...]:
     """Return the methods of a name of those parts that define it."""
     unused = getattr(Part, name)
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not unused)
+
+
+def together(parts: Sequence[Part], name: str) -> Callable[..., None] | None:
+    """Return what calls the methods of a name, in order; None if no part defines it."""
+    calls = methods(parts, name)
+    if len(calls) < 2:
+        return calls[0] if calls else None
+
+    def call_all(*args: Any, **kwargs: Any) -> None:
+        for call in calls:
+            call(*args, **kwargs)
+
+    return call_all

@@ -20,7 +20,7 @@ from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
-from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods
+from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods, together
 from safe_offload.scheduler.pending import Ledger, Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -187,18 +187,22 @@ class Planner(SchedulerSide):
         self._num_idle_steps = 0
         self.has_changed = True
         self.parts = tuple(make_parts(self))
-        self._seen, self._ended = self._all("seen"), self._all("ended")
-        self._asked, self._answer = self._all("asked"), self._all("answer")
-        self._is_lost, self._matched = self._all("is_lost"), self._all("matched")
-        self._scheduled, self._preempted = self._all("scheduled"), self._all("preempted")
-        self._finishing, self._told = self._all("finishing"), self._all("told")
-        self._planning, self._before_stores = self._all("planning"), self._all("before_stores")
-        self._messages, self._sent = self._all("messages"), self._all("sent")
-        self._planned, self._updated = self._all("planned"), self._all("updated")
-        self._reported, self._settled = self._all("reported"), self._all("settled")
-        self._gauges, self._count_into = self._all("gauges"), self._all("count_into")
-        self._note_others = self._all("note")
-        self._stored, self._has_work = self._all("stored"), self._all("has_work")
+        # None, or empty, where no part has them, so that what is not used costs next to nothing.
+        self._seen, self._ended = self._of_parts("seen"), self._of_parts("ended")
+        self._asked, self._matched = self._of_parts("asked"), self._of_parts("matched")
+        self._scheduled, self._preempted = self._of_parts("scheduled"), self._of_parts("preempted")
+        self._finishing, self._planning = self._of_parts("finishing"), self._of_parts("planning")
+        self._sent, self._updated = self._of_parts("sent"), self._of_parts("updated")
+        self._reported, self._settled = self._of_parts("reported"), self._of_parts("settled")
+        self._stored, self._count_into = self._of_parts("stored"), self._of_parts("count_into")
+        self._messages = next(iter(self._all("messages")), None)
+        self._answer, self._is_lost = self._all("answer"), self._all("is_lost")
+        self._told, self._planned = self._all("told"), self._all("planned")
+        self._gauges, self._note_others = self._all("gauges"), self._all("note")
+        self._has_work = self._all("has_work")
+
+    def _of_parts(self, name: str) -> Callable[..., None] | None:
+        return together(self.parts, name)
 
     def _all(self, name: str) -> tuple[Callable[..., Any], ...]:
         return methods(self.parts, name)
@@ -220,10 +224,9 @@ class Planner(SchedulerSide):
                 self.policy.keep_out(state)
                 return state
             self.hits.boundaries.see(state)
-            if self._seen:
+            if self._seen is not None:
                 may_read = not (self._is_disabled or request.skip_reading_prefix_cache)
-                for seen in self._seen:
-                    seen(state, may_read=may_read)
+                self._seen(state, may_read=may_read)
         return state
 
     def get_num_new_matched_tokens(
@@ -243,8 +246,8 @@ class Planner(SchedulerSide):
             for another request's load of the same blocks, or for a tier.
         """
         state = self.book.find(request) or self.on_new_request(request)
-        for asked in self._asked:
-            asked(state, num_computed_tokens)
+        if self._asked is not None:
+            self._asked(state, num_computed_tokens)
         phase = state.phase
         if not (phase is Phase.WAITING or phase is Phase.MATCHED):
             if phase is not Phase.RUNNING:
@@ -265,8 +268,8 @@ class Planner(SchedulerSide):
         if num_tokens is not None:
             if self.options.is_lazy and (num_computed_tokens or num_tokens):
                 self.policy.look_ahead(num_computed_tokens + num_tokens)
-            for matched in self._matched:
-                matched(state)
+            if self._matched is not None:
+                self._matched(state)
         return num_tokens
 
     def _without_lost(
@@ -303,8 +306,8 @@ class Planner(SchedulerSide):
             self.policy.run(state)
         else:
             self.loads.begin(state, blocks.blocks, num_external_tokens)
-        for scheduled in self._scheduled:
-            scheduled(state, max(0, num_external_tokens))
+        if self._scheduled is not None:
+            self._scheduled(state, max(0, num_external_tokens))
 
     def hit_tokens_by_tier(self, request: Request, num_tokens: int) -> Mapping[int, int]:
         """Return how many tokens of the load that just began each tier has brought; 0: none."""
@@ -319,8 +322,8 @@ class Planner(SchedulerSide):
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
-        for preempted in self._preempted:
-            preempted(state)
+        if self._preempted is not None:
+            self._preempted(state)
         self.policy.preempt(state)
         self.stores.release_prefix(state)
 
@@ -337,8 +340,8 @@ class Planner(SchedulerSide):
         self.has_changed = True
         state = self.book.find(request) or self.on_new_request(request)
         try:
-            for finishing in self._finishing:
-                finishing(state)
+            if self._finishing is not None:
+                self._finishing(state)
             if state in self.outdated:
                 self._keep_out([state])  # vLLM may have hashed a block just now
             elif not self._is_disabled:
@@ -367,8 +370,8 @@ class Planner(SchedulerSide):
             if self.outdated.tables:
                 self.outdated.end(state)
             self.stores.end(state)
-            for ended in self._ended:
-                ended(state)
+            if self._ended is not None:
+                self._ended(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -378,9 +381,8 @@ class Planner(SchedulerSide):
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
         """
-        if self._planning:
-            for planning in self._planning:
-                planning(scheduler_output, now_s)
+        if self._planning is not None:
+            self._planning(scheduler_output, now_s)
             if self.ranks.has_dead:
                 self._stop()
         self.hits.slots.set_time(now_s)
@@ -397,18 +399,14 @@ class Planner(SchedulerSide):
         if self.outdated.tables:
             self._keep_out()
         new_loads, messages = self.loads.ledger.new, NO_MESSAGES
-        if self._before_stores:
-            for before_stores in self._before_stores:
-                before_stores()
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)
             loading = [load.owner for load in new_loads] if new_loads else ()
             self.policy.find(scheduler_output, self.book, loading)
         before, after, fences = self.stores.plan(self._early_written, scheduler_output)
-        if self._messages and not self._is_disabled:
-            for plan_messages in self._messages:
-                messages = plan_messages(now_s)
+        if self._messages is not None:
+            messages = self._messages(now_s)
         if not (
             before
             or after
@@ -424,9 +422,8 @@ class Planner(SchedulerSide):
         plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)
         self.stores.sent()
         self.loads.sent(now_s)
-        if messages is not NO_MESSAGES:
-            for sent in self._sent:
-                sent(now_s)
+        if messages is not NO_MESSAGES and self._sent is not None:
+            self._sent(now_s)
         self.has_changed = True
         return self._complete(plan) if self._planned else plan
 
@@ -499,18 +496,16 @@ class Planner(SchedulerSide):
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
-                if self._reported:
-                    for reported in self._reported:
-                        reported(report)
+                if self._reported is not None:
+                    self._reported(report)
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
                     self.policy.forget_table(state)
                     self.loads.compute_next(state)
-        if self._updated:
-            for updated in self._updated:
-                updated()
+        if self._updated is not None:
+            self._updated()
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
@@ -530,17 +525,17 @@ class Planner(SchedulerSide):
                     received.add(load.owner.request.request_id)
         for store in complete:
             if isinstance(store, Store):
-                if self._stored and not self._is_disabled:
-                    for stored in self._stored:
-                        stored(store)
+                if self._stored is not None and not self._is_disabled:
+                    self._stored(store)
                 self.stores.settle(store)
-        if self._settled:
-            for settled in self._settled:
-                settled(report)
+        if self._settled is not None:
+            self._settled(report)
         for capacity in report.capacities:
             self.ranks.add_capacity(capacity)
         for facts in report.host_facts:
             self.ranks.add_facts(facts)
+            for doubted in self._all("doubted") if facts.doubts else ():
+                doubted(facts.doubts)
         for rank in report.lost_ranks:
             self.ranks.lose(rank, "no copy path passed the self-test")
         if self.ranks.has_dead:
@@ -571,7 +566,7 @@ class Planner(SchedulerSide):
     def _stop(self) -> None:
         """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
         if not self._is_disabled:
-            self._is_disabled = True
+            self._is_disabled, self._messages = True, None
             for stopped in self._all("stopped"):
                 stopped()
             self.hits.directory.withdraw()
@@ -588,7 +583,7 @@ class Planner(SchedulerSide):
             report: of the workers, if it was lost by the error: what it names has ended.
         """
         self._is_disabled = self.has_changed = True
-        self._start_steps_left = 0
+        self._start_steps_left, self._messages = 0, None
         self.hits.directory.withdraw()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
@@ -671,8 +666,8 @@ class Planner(SchedulerSide):
 
     def count_into(self, counters: Counters) -> None:
         """See `Side`."""
-        for count_into in self._count_into:
-            count_into(counters)
+        if self._count_into is not None:
+            self._count_into(counters)
 
     def statistics(self) -> Statistics:
         """Return how it stands; see `Statistics`."""

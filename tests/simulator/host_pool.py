@@ -50,11 +50,11 @@ def contested(engine: EngineCore, other: OtherEngine) -> Iterator[None]:
     slots = engine.connector.side.hits.slots
     grant = slots.grant
 
-    def grant_rest(count: int) -> Any:
+    def grant_rest(count: int, *salt: Any) -> Any:
         slots.grant = grant  # by which the other engine takes its own
         other.take()
         slots.grant = grant_rest
-        return grant(count)
+        return grant(count, *salt)
 
     slots.grant = grant_rest
     try:
@@ -69,8 +69,8 @@ def watch_grants(engine: EngineCore) -> list[tuple[int, int]]:
     slots = engine.connector.side.hits.slots
     grant = slots.grant
 
-    def granted(count: int) -> Any:
-        taken = grant(count)
+    def granted(count: int, *salt: Any) -> Any:
+        taken = grant(count, *salt)
         grants.append((count, len(taken)))
         return taken
 

@@ -47,6 +47,7 @@ class NodePool(Part):
         self._planner = planner
         self._counters, self._ranks = planner.counters, planner.ranks
         self.slots = slots
+        self._private = private
         slots.keep_private(private.hashes.__contains__)
         planner.hits.directory.tell_published(slots.publish)
         self._pools: dict[int, PoolFacts | None] = {}
@@ -91,6 +92,8 @@ class NodePool(Part):
                 self._look_again_s = now_s + LOOK_S
                 if num_dead := slots.table.bury(now_s):
                     logger.info("%d engines of the shared host cache have ended.", num_dead)
+        if self._private.noted:
+            self._private.learn()
         self._is_synced = False
 
     def planned(self, plan: StepPlan) -> StepPlan:

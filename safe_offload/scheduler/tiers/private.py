@@ -78,7 +78,8 @@ class PrivateBlocks(Part):
                 return int(feature.mm_position.offset) // self._hits.geometry.hash_block_size
         return None
 
-    def before_stores(self) -> None:
+    def learn(self) -> None:
+        """A step is planned, in which any block that is hashed by now may be stored."""
         for request in self.noted:
             self._note(request)
         if len(self.hashes) > self._sweep_at:

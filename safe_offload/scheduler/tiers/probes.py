@@ -85,7 +85,7 @@ class Probes:
         self._num_ranks = context.num_ranks
         self._counters = context.counters
         self._next_id = 0
-        self._waiting: dict[int, PendingProbe] = {}
+        self.waiting: dict[int, PendingProbe] = {}
         self._planned: list[PendingProbe] = []
         self._in_flight: dict[int, PendingProbe] = {}
         self._num_keys = 0
@@ -93,7 +93,7 @@ class Probes:
         self._asked: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in groups)
 
     def __repr__(self) -> str:
-        return f"Probes({len(self._waiting)} wait, {len(self._in_flight)} in flight)"
+        return f"Probes({len(self.waiting)} wait, {len(self._in_flight)} in flight)"
 
     def ask(self, wanted: Sequence[Sequence[bytes]], user: RequestState) -> list[PendingProbe]:
         """Ask for blocks of each KV cache group; return the probes that tell of all of them."""
@@ -111,7 +111,7 @@ class Probes:
             keys = Keys(bytes(group_ids), tuple(hashes))
             probe = PendingProbe(self._next_id, keys, {}, set(range(self._num_ranks)))
             self._next_id += 1
-            self._waiting[probe.probe_id] = probe
+            self.waiting[probe.probe_id] = probe
             probes[probe] = None
             for group_idx, block_hash in zip(group_ids, hashes, strict=True):
                 self._asked[group_idx][block_hash] = probe
@@ -123,8 +123,8 @@ class Probes:
         """A request needs these answers no more; what no request needs is not asked."""
         for probe in probes:
             probe.users.pop(user, None)
-            if not probe.users and probe.probe_id in self._waiting:
-                del self._waiting[probe.probe_id]
+            if not probe.users and probe.probe_id in self.waiting:
+                del self.waiting[probe.probe_id]
                 self._forget_keys(probe)
 
     def _forget_keys(self, probe: PendingProbe) -> None:
@@ -136,7 +136,7 @@ class Probes:
     def plan(self, generation: str) -> tuple[Probe, ...]:
         """Return the probes that this step sends, the first to come first."""
         self._planned, num_keys = [], self._num_keys
-        for probe in self._waiting.values():
+        for probe in self.waiting.values():
             if num_keys and num_keys + len(probe.keys) > KEYS_MAX:
                 break
             num_keys += len(probe.keys)
@@ -146,7 +146,7 @@ class Probes:
     def sent(self, now_s: float) -> None:
         """The workers are told of what `plan` has returned."""
         for probe in self._planned:
-            del self._waiting[probe.probe_id]
+            del self.waiting[probe.probe_id]
             probe.sent(now_s)
             self._in_flight[probe.probe_id] = probe
             self._num_keys += len(probe.keys)
@@ -170,13 +170,9 @@ class Probes:
 
     def forget(self) -> None:
         """No request needs an answer any more; those that come settle what is in flight."""
-        self._waiting, self._planned = {}, []
+        self.waiting.clear()
+        self._planned = []
         for asked in self._asked:
             asked.clear()
         for probe in self._in_flight.values():
             probe.users.clear()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a probe is still to be sent."""
-        return bool(self._waiting)

@@ -39,6 +39,9 @@ STUCK_FACTOR = 2
 without news of any."""
 
 
+AT_ONCE = -math.inf
+
+
 class Tiers(Part):
     """What plans tell the workers of tiers and what these report; the rest is parts of it.
 
@@ -68,11 +71,14 @@ class Tiers(Part):
         parts = context, self.costs
         self.lookups = LookUps(*parts, private, self._probes, self.fetches)
         self._promotions = Promotions(*parts, tiered_hits, self.lookups, self.fetches)
+        # Looked at in every step.
+        self._noted, self._wanting = private.noted, self.lookups.wanting
+        self._probes_waiting = self._probes.waiting
         self._answered: list[PendingProbe] = []
         self._fetched: list[FetchBatch] = []
         self._complete: list[TierPending] = []
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
-        self._has_changed, self._plan_again_s = False, math.inf
+        self._due_s = math.inf
 
     def __repr__(self) -> str:
         return f"Tiers({self.lookups!r}, {self.fetches!r}, {self.spills!r})"
@@ -81,9 +87,12 @@ class Tiers(Part):
         """See `Part`; look it up while it waits for its turn."""
         if may_read and not state.limits.is_brought:
             self.lookups.see(state)
+        self._due_s = AT_ONCE
 
     def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
         waits = self.lookups.waits(state, num_computed_tokens, now_s)
+        if self._wanting or self._probes_waiting:
+            self._due_s = AT_ONCE
         return Answer.ASK_AGAIN if waits else Answer.SEARCH
 
     def matched(self, state: RequestState) -> None:
@@ -92,35 +101,40 @@ class Tiers(Part):
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
         self.lookups.scheduled(state, num_tokens)
 
+    def ended(self, state: RequestState) -> None:
+        self.lookups.end(state)
+
     def hit_tokens(self, load: Load, num_tokens: int) -> Mapping[int, int]:
         first_token = load.first_hash * self._hash_block_size
         return self.lookups.hit_tokens(load.owner, first_token, num_tokens)
 
-    def ended(self, state: RequestState) -> None:
-        self.lookups.end(state)
-
     # ---- a step is planned ---------------------------------------------------------------------
 
     def messages(self, now_s: float) -> TierMessages:
-        has_to_plan = self._has_changed or self.lookups.wanting or self._probes.is_waiting
-        if not has_to_plan and now_s <= self._plan_again_s:
-            return NO_MESSAGES
+        return self._plan(now_s) if now_s > self._due_s else NO_MESSAGES
+
+    def _plan(self, now_s: float) -> TierMessages:
+        """See `messages`; from now on only what happens, or is stuck, is a reason to plan again."""
+        if self._noted:
+            self.private.learn()
         if self._answered or self._fetched:
             self._measure(now_s)
         generation = self.generation.name
         fetches: tuple[TierTransfer, ...] = ()
-        if self.lookups.wanting:
+        if self._wanting:
             self._promotions.begin(generation)
             fetches = self.fetches.plan()
-        probes = self._probes.plan(generation) if self._probes.is_waiting else ()
+        probes = self._probes.plan(generation) if self._probes_waiting else ()
         spills = self.spills.plan(generation)
         is_waiting = bool(self.fetches or self.spills)
         if self._has_news or not is_waiting:
             self._has_news, self._last_news_s = False, now_s
         self._is_stuck = now_s - self._last_news_s > self._stuck_s
         is_news_due = is_waiting and not self._is_stuck
-        self._plan_again_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
-        self._has_changed = self.spills.looks or self.spills.is_waiting
+        self._due_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
+        looks = self.spills.looks or self.spills.is_waiting
+        if looks or self._wanting or self._probes_waiting or self._noted:
+            self._due_s = AT_ONCE
         if not (probes or fetches or spills):
             return NO_MESSAGES
         return TierMessages(probes, fetches, spills)
@@ -129,7 +143,7 @@ class Tiers(Part):
         self._probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()
-        self._has_news = self._has_changed = True
+        self._has_news, self._due_s = True, AT_ONCE
 
     def _measure(self, now_s: float) -> None:
         """Note how long what has ended took."""
@@ -158,23 +172,20 @@ class Tiers(Part):
 
     def settled(self, report: StepReport) -> None:
         """See `Part`; settle what every rank has reported by now."""
-        complete, self._complete = self._complete, []
-        if complete:
-            self._has_news = self._has_changed = True
-        for transfer in complete:
-            if isinstance(transfer, Fetch):
-                self._settle_fetch(transfer)
-            else:
-                self.spills.settle(transfer)
+        if self._complete:
+            complete, self._complete = self._complete, []
+            self._has_news, self._due_s = True, AT_ONCE
+            for transfer in complete:
+                if isinstance(transfer, Fetch):
+                    self._settle_fetch(transfer)
+                else:
+                    self.spills.settle(transfer)
         for presence in report.presences:
             probe = self._probes.note(presence)
             if probe is not None:
                 self._answered.append(probe)
-                self._has_changed = True
+                self._due_s = AT_ONCE
                 self.lookups.answered(probe)
-        for facts in report.host_facts:
-            if facts.doubts:
-                self._stand_alone(facts.doubts)
 
     def _settle_fetch(self, fetch: Fetch) -> None:
         self.spills.fetched(fetch, self.fetches.settle(fetch))
@@ -185,7 +196,7 @@ class Tiers(Part):
 
     def stored(self, store: Store) -> None:
         self.spills.stored(store)
-        self._has_changed = True
+        self._due_s = AT_ONCE
 
     # ---- what went wrong -----------------------------------------------------------------------
 
@@ -195,8 +206,8 @@ class Tiers(Part):
         self._probes.forget()
         self.spills.forget()
 
-    def _stand_alone(self, doubts: Sequence[str]) -> None:
-        """It is not known what this engine computes: use only what it has written itself.
+    def doubted(self, doubts: Sequence[str]) -> None:
+        """See `Part`; use only what this engine has written itself.
 
         Without a generation a rank that doubts finds and writes nothing.
         """

@@ -220,10 +220,10 @@ def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
     params = SamplingParams(max_tokens=4)
     request = Request("a", [1] * 8, params, None, block_hasher=rig._hasher, resumable=True)
     private.seen(RequestState(request), may_read=True)
-    private.before_stores()
+    private.learn()
     assert not private.hashes
     where = PlaceholderRange(offset=9, length=2)
     request.mm_features = [MultiModalFeatureSpec(None, "image", "logo", where)]
     request.append_output_token_ids([2] * 8)
-    private.before_stores()
+    private.learn()
     assert private.hashes == set(request.block_hashes[2:])
