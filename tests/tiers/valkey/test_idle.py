@@ -74,41 +74,41 @@ def kill_connections(*servers: Server) -> None:
             client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
-def test_connections_that_a_server_has_closed_are_made_again(runner, valkey, caplog):
+def test_connections_that_a_server_has_closed_are_made_again(runner, server, caplog):
     names, slots = [name_of(number) for number in range(20)], [filled((4096,), 1)] * 20
 
     async def use() -> None:
         await tier.spill(names, slots)
-        kill_connections(valkey)
+        kill_connections(server)
         assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.DONE] * 20
-        kill_connections(valkey)
+        kill_connections(server)
         assert await tier.probe(names) == [True] * 20
-        kill_connections(valkey)
+        kill_connections(server)
         assert await tier.spill(names, slots) == [Result.PRESENT] * 20
         for _ in range(2):  # that the loop sees it before they are needed
-            kill_connections(valkey)
+            kill_connections(server)
             await asyncio.sleep(0.05)
             assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.DONE] * 20
 
-    with closed(tier_at(TierConfig.at(f"redis://{valkey.host_port}")), runner) as tier:
+    with closed(tier_at(TierConfig.at(f"redis://{server.host_port}")), runner) as tier:
         runner.run(use())
-        with valkey.client() as client:
+        with server.client() as client:
             num_connections = sum(c["name"] == "safe-offload" for c in client.client_list())
     assert num_connections <= DEFAULT_CONNECTIONS + 1
     assert not caplog.text
 
 
-def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(runner, valkey, caplog):
+def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(runner, server, caplog):
     """With a "ttl" what is asked first counts as writing, which a server can be told to hold."""
     names, slots = [name_of(number) for number in range(20)], [filled((4096,), 1)] * 20
 
     async def hold(call: Awaitable[list[Result]]) -> list[Result]:
-        with valkey.client() as client:
+        with server.client() as client:
             client.client_pause(60_000, all=False)
             held = asyncio.ensure_future(call)
             while not client.info("clients")["blocked_clients"]:  # noqa: ASYNC110 of another process
                 await asyncio.sleep(0.001)
-            kill_connections(valkey)
+            kill_connections(server)
             client.client_unpause()
         return await held
 
@@ -119,17 +119,17 @@ def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(runner
         assert all(bytes_of(target) == bytes_of(slots[0]) for target in targets)
         assert await hold(tier.spill(names, slots)) == [Result.PRESENT] * 20
 
-    config = TierConfig.at(f"redis://{valkey.host_port}", ttl_s=60.0)
+    config = TierConfig.at(f"redis://{server.host_port}", ttl_s=60.0)
     with closed(tier_at(config), runner) as tier:
         runner.run(use())
     assert not caplog.text
 
 
-def test_which_servers_there_are_is_asked_again_over_a_new_connection(runner, valkey):
+def test_which_servers_there_are_is_asked_again_over_a_new_connection(runner, server):
     async def ask() -> None:
-        servers = Servers(Login(TierConfig.at(f"redis://{valkey.host_port}")), 1)
+        servers = Servers(Login(TierConfig.at(f"redis://{server.host_port}")), 1)
         await servers.refresh(0)
-        kill_connections(valkey)
+        kill_connections(server)
         await servers.refresh(1)
         assert servers.version == 2
         servers.close()
@@ -137,16 +137,16 @@ def test_which_servers_there_are_is_asked_again_over_a_new_connection(runner, va
     runner.run(ask())
 
 
-def test_an_idle_connection_is_kept_alive(runner, valkey):
+def test_an_idle_connection_is_kept_alive(runner, server):
     """So that a firewall does not forget it, and a machine that is gone is noticed.
 
     Source: proc_pid_net(5), tcp: of each connection its addresses, its state (1: established), and
     the kind of its timer (2: keep-alive).
     """
-    with closed(tier_at(TierConfig.at(f"redis://{valkey.host_port}")), runner) as tier:
+    with closed(tier_at(TierConfig.at(f"redis://{server.host_port}")), runner) as tier:
         runner.run(tier.probe([name_of(1)]))
         rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    there = f"0100007F:{valkey.port:04X}", "01"
+    there = f"0100007F:{server.port:04X}", "01"
     assert [row[5].partition(":")[0] for row in rows if (row[2], row[3]) == there] == ["02"]
 
 
