@@ -8,7 +8,8 @@ commands `cache` and `doctor` use the same verbs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from safe_offload.config.units import MIB
@@ -136,6 +137,13 @@ class Store(ABC):
     def description_key(self, namespace: str) -> str:
         """Return where the description of a namespace is, or would be."""
         return f"{namespace}/{DESCRIPTION_FILE}"
+
+
+def pages(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield lists of at most PAGE_ITEMS."""
+    left = iter(items)
+    while page := list(islice(left, PAGE_ITEMS)):
+        yield page
 
 
 def item_at(key: str, size_bytes: int, used_at_s: float) -> Item | None:

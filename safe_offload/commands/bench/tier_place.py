@@ -26,7 +26,6 @@ from typing import Any, Final, Self, TypeVar
 
 from safe_offload.commands.cache import places
 from safe_offload.commands.cache.place import Place as OpenPlace
-from safe_offload.commands.cache.place import batches
 from safe_offload.config.tier_url import FILE, SERVERS
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import format_bytes
@@ -34,7 +33,7 @@ from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.naming import namespace, namespace_folder
 from safe_offload.tiers.seal import open_seal
-from safe_offload.tiers.store import Item
+from safe_offload.tiers.store import Item, pages
 
 MODEL: Final = "bench tier of safe-offload"
 """What `safe-offload cache ls` shows in the place of a model."""
@@ -342,7 +341,7 @@ class Remote(Place):
 
     def _delete(self, there: OpenPlace, names: Iterable[Name]) -> None:
         folder = namespace_folder(self._namespace)
-        for some in batches(Item(folder, there.key_of(n), n, 0, 0.0) for n in names):
+        for some in pages(Item(folder, there.key_of(n), n, 0, 0.0) for n in names):
             there.delete(some)
             for item in some:
                 if item.name is not None:

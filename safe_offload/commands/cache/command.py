@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache import places, pools
-from safe_offload.commands.cache.place import LOOKING, CacheError, Place, batches
+from safe_offload.commands.cache.place import LOOKING, CacheError, Place
 from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
@@ -27,7 +27,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import TIB, format_bytes
 from safe_offload.tiers import naming
 from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
-from safe_offload.tiers.store import Item
+from safe_offload.tiers.store import Item, pages
 
 _BAD_SHOWN_MAX: Final = 20
 _PLACE_LENGTH_MAX: Final = 200
@@ -321,7 +321,7 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     place.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
     for namespace in chosen:
-        for batch in batches(place.items(namespace)):
+        for batch in pages(place.items(namespace)):
             for item in place.delete(batch):
                 num_objects += not item.is_temporary
                 size_bytes += 0 if item.is_temporary else item.size_bytes

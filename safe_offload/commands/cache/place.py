@@ -6,8 +6,7 @@ import asyncio
 import io
 import time
 from array import array
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from safe_offload.tiers.base import Name, PlaceError
 from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN, Seal
-from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.store import Item, Store, pages
 
 LOOKING: Final = "listing objects"
 DELETING: Final = "deleting"
@@ -168,9 +167,9 @@ class Place:
         until_s = _cutoff_s(sizes, used_at, excess_bytes)
         num_evicted, evicted_bytes = 0, 0
         if used_before_s or excess_bytes > 0:
-            for batch in batches(self.items()):
+            for page in pages(self.items()):
                 due, due_bytes = [], 0
-                for item in batch:
+                for item in page:
                     is_excess = evicted_bytes + due_bytes < excess_bytes
                     is_old = item.used_at_s <= until_s + _CLOCK_S
                     is_due = (is_excess and is_old) or item.used_at_s < used_before_s
@@ -207,13 +206,6 @@ class Place:
             return self._runner.run(work)
         except PlaceError as error:
             raise CacheError(error.said_of(self.label)) from None
-
-
-def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield lists of at most PAGE_ITEMS."""
-    left = iter(items)
-    while batch := list(islice(left, PAGE_ITEMS)):
-        yield batch
 
 
 def _cutoff_s(sizes: array[int], used_at: array[float], excess_bytes: int) -> float:

@@ -40,13 +40,14 @@ without news of any."""
 
 
 AT_ONCE = -math.inf
+"""When to plan again after something has happened."""
 
 
 class Tiers(Part):
     """What plans tell the workers of tiers and what these report; the rest is parts of it.
 
-    Its own state, which nothing else changes: what has ended since the last plan, and when there
-    was news of a transfer last.
+    Its own state, which nothing else changes: what has ended since the last plan, when there was
+    news of a transfer last, and when to plan again.
 
     Bound: what has ended since the last plan.
 

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Final, TypeVar
 
 from safe_offload.config.tenants import TenantsFile
@@ -45,7 +44,7 @@ from safe_offload.tiers.files.directory import (
 )
 from safe_offload.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
 from safe_offload.tiers.rare_log import RareLog
-from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.store import Item, Store, pages
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -175,8 +174,7 @@ class FileStore(Store):
 
     async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
         """See `Store.walk`; it blocks the loop."""
-        found = upkeep.items(self._root(), namespace)
-        while page := list(islice(found, PAGE_ITEMS)):
+        for page in pages(upkeep.items(self._root(), namespace)):
             yield page
 
     async def read(self, key: str, start: int, length: int) -> bytes:
