@@ -55,3 +55,33 @@ def test_help_names_subcommands_and_options(arguments, word, capsys):
 def test_what_cannot_be_measured_is_an_error(arguments, message, capsys):
     assert main(["bench", "engine", "--model", "some/model", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_requests_to_a_bucket_that_are_still_answered_do_not_abort_the_command(bucket_server):
+    """They are answered while Python's finalization deletes what sleeps when it is deleted."""
+    script = f"""
+import asyncio, time
+from safe_offload import __main__
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.objects.bucket import open_store
+
+class Sleeps:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+async def begin():
+    for number in range(64):
+        running.add(asyncio.ensure_future(store.put_async(str(number), bytes(4096))))
+    await asyncio.sleep(0)
+
+def main():
+    asyncio.new_event_loop().run_until_complete(begin())
+    print("begun")
+    return 130
+
+store = open_store(TierConfig.at({bucket_server.url("cli")!r}, endpoint={bucket_server.endpoint!r}))
+running, sleeps, __main__.main = set(), Sleeps(), main
+__main__.program()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "")
