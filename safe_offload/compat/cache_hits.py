@@ -6,6 +6,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -155,6 +156,37 @@ def boundary_blocks(coordinator: Any) -> list[int]:
         else:
             needs.append(int(isinstance(spec, MambaSpec)))
     return needs
+
+
+def kept_alone(
+    coordinator: Any, group_idx: int, places: range, num_prompt_tokens: int, boundary: int
+) -> list[bool]:
+    """Return which blocks of a table vLLM hashes if nobody moves the boundary of the request.
+
+    Args:
+        coordinator: of a group in which hits need only the blocks at their end.
+        boundary: which vLLM has found for the request itself; 0 for none.
+
+    Source: vLLM 0.32 and 0.33, cache_blocks of KVCacheCoordinator and SingleTypeKVCacheManager.
+    """
+    manager = coordinator.single_type_managers[group_idx]
+    block_size = coordinator.scheduler_block_size
+    dropping = getattr(coordinator, "drop_eagle_group_ids", coordinator.eagle_group_ids)
+    find = kv_cache_coordinator.replay_boundaries
+    ends = [*find(num_prompt_tokens, block_size, bool(dropping)), boundary]
+    if manager.use_eagle:  # vLLM 0.33: a hit may end one block before
+        ends.append(max(0, boundary - manager.block_size))
+    mask = manager.reachable_block_mask(
+        start_block=places.start,
+        end_block=places.stop,
+        alignment_tokens=manager.cache_hit_alignment_tokens,
+        kv_cache_spec=manager.kv_cache_spec,
+        use_eagle=manager.use_eagle,
+        retention_interval=coordinator.retention_interval,
+        reachable_boundaries=[end for end in ends if end],
+        dcp_world_size=manager.dcp_world_size,
+    )
+    return [True] * len(places) if mask is None else list(mask)
 
 
 def reads_ends(coordinator: Any) -> list[bool]:

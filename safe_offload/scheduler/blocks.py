@@ -1,6 +1,7 @@
 """What the scheduler side sees of vLLM's GPU blocks: whose they are, which are hashed, which free.
 
-Nothing here changes a block or its reference count; only `forget_hashes` has vLLM take hashes away.
+Nothing here changes a block or its reference count; only `forget_hashes` has vLLM take hashes away,
+and only `reuse_first` changes the order of free blocks.
 It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
 v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
@@ -230,6 +231,27 @@ class GpuBlocks:
             block_ids = {b.block_id for b in blocks if block_hash_of(b) is not None}
             block_ids.update(getattr(self._pool, "cached_block_hashes_by_block", ()))
         self._pool.evict_blocks(block_ids)
+
+    def reuse_first(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Let vLLM allocate these free blocks before all others, and find them until then.
+
+        Source: vLLM 0.31 to 0.33, BlockPool.free_blocks, which does so with blocks without a hash.
+        """
+        queue = self._pool.free_block_queue
+        moved = list(blocks)
+        for block in moved:
+            queue.remove(block)
+        queue.prepend_n(moved)
+
+    def unhashed_ahead(self, count: int) -> list[KVCacheBlock]:
+        """Return up to `count` blocks that are allocated next, up to the first that has a hash."""
+        queue = self._pool.free_block_queue
+        end, block = queue.fake_free_list_tail, queue.fake_free_list_head.next_free_block
+        blocks: list[KVCacheBlock] = []
+        while len(blocks) < count and block is not end and block_hash_of(block) is None:
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
 
     def all_tables_of(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
         """Return the block tables of a request, one for each group in which it has blocks."""

@@ -18,7 +18,7 @@ from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, Step
 from safe_offload.scheduler.cache.hit_curve import NO_RATES
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
-from safe_offload.scheduler.loads.loads import Loads
+from safe_offload.scheduler.loads.loads import Loads, MovingLoads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods, together
 from safe_offload.scheduler.pending import Ledger, Load, Store
@@ -158,7 +158,8 @@ class Planner(SchedulerSide):
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
-        self.loads = Loads(
+        make_loads = MovingLoads if hits.boundaries.every else Loads
+        self.loads = make_loads(
             hits,
             self.leases,
             gpu,
@@ -180,6 +181,7 @@ class Planner(SchedulerSide):
             self.policy = EagerStores(
                 hits, gpu, self.stores, num_decoded, counters, may_refuse=may_refuse
             )
+        self._looks_ahead = options.is_lazy or self.policy.extras is not None
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self.ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
@@ -266,8 +268,8 @@ class Planner(SchedulerSide):
         if self._is_lost:
             num_tokens = self._without_lost(state, num_computed_tokens, num_tokens, now_s)
         if num_tokens is not None:
-            if self.options.is_lazy and (num_computed_tokens or num_tokens):
-                self.policy.look_ahead(num_computed_tokens + num_tokens)
+            if self._looks_ahead and (num_computed_tokens or num_tokens):
+                self.policy.look_ahead(num_computed_tokens, num_tokens)
             if self._matched is not None:
                 self._matched(state)
         return num_tokens

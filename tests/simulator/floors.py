@@ -50,6 +50,8 @@ FLOORS = {
     "remote-last": Floor(stored=0.75, loaded=0.74, hit=0.52),
     "tenants": Floor(stored=0.82, loaded=0.75, hit=0.32),
     "tenants-lazy": Floor(stored=1.63, loaded=0.73, hit=0.16),
+    "twin-windows": Floor(stored=1.2, loaded=0.75, hit=0.3),
+    "twin-states": Floor(stored=0.8, loaded=0.75, hit=0.18),
     "tiers-tenants": Floor(stored=0.73, loaded=0.75, hit=0.62, fetched=0.05),
     "tiers": Floor(stored=0.73, loaded=0.75, hit=0.74, fetched=0.13),
     "tiers-hybrid-lazy": Floor(stored=1.57, loaded=0.75, hit=0.50, fetched=0.19),

@@ -83,6 +83,7 @@ class Profile:
         tiers: nearest first; the shape's settings name as many.
         num_lives: how often the engine is started, each time on the tiers that the last left.
         num_engines: that are driven together and share what the tiers hold.
+        has_twin: what vLLM's own cache has is compared with a scheduler without us.
     """
 
     about: str
@@ -94,6 +95,7 @@ class Profile:
     tiers: tuple[TierOptions, ...] = ()
     num_lives: int = 1
     num_engines: int = 1
+    has_twin: bool = False
 
 
 TIER_FAULTS: FaultCounts = {
@@ -148,6 +150,15 @@ _TOGETHER = Workload(
 _MANY_IDS: FaultCounts = {FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40}
 
 _SALTED = Workload(num_requests=60, num_stems=3, num_salts=4, stem_tokens=40, num_aborts=6)
+_LONG_STEMS = Workload(
+    num_requests=32,
+    num_stems=6,
+    num_tails=1,
+    stem_tokens=160,
+    output_tokens=2,
+    num_aborts=2,
+    num_resets=1,
+)
 _RETUNED: FaultCounts = {FaultKind.TENANTS: 6}
 
 PROFILES: dict[str, Profile] = {
@@ -265,6 +276,7 @@ PROFILES: dict[str, Profile] = {
         _TOGETHER,
         copy_ticks_max=40,
         faults={CopyFault.STALL: 20, CopyFault.FAIL: 4},
+        has_twin=True,
     ),
     "resets": Profile(
         "resets during running prompts with a shared prefix; stores wait for slots",
@@ -299,6 +311,7 @@ PROFILES: dict[str, Profile] = {
             has_streams=True,
         ),
         Workload(num_requests=32, num_stems=2, num_steps=120, stem_tokens=90, tail_tokens=20),
+        has_twin=True,
     ),
     "failing": Profile(
         "copies fail, are rejected or stall, on three ranks",
@@ -386,6 +399,31 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=32, num_stems=8, num_steps=120),
         tiers=(TierOptions(),),
         num_lives=2,
+    ),
+    "twin-windows": Profile(
+        "the GPU's own cache beside vLLM alone: windows and full attention",
+        EngineShape(
+            groups=("full", "window:10", "window:5"),
+            num_blocks=200,
+            num_slots=600,
+            max_batched_tokens=16,
+            retention_interval=0,
+        ),
+        _LONG_STEMS,
+        has_twin=True,
+    ),
+    "twin-states": Profile(
+        "the same with Mamba states and lazy_offload",
+        EngineShape(
+            groups=("full", "mamba", "window:10"),
+            num_blocks=200,
+            num_slots=600,
+            max_batched_tokens=16,
+            retention_interval=0,
+            extra={"lazy_offload": True},
+        ),
+        _LONG_STEMS,
+        has_twin=True,
     ),
     "tiers-tenants": Profile(
         "the same with four salts and changing quotas",

@@ -17,6 +17,7 @@ from vllm.v1.engine.core import EngineCore as VllmEngineCore
 from safe_offload.errors import InvariantError
 from tests.simulator.chance import Chance
 from tests.simulator.checkers import Checkers
+from tests.simulator.checkers.twin import TwinChecker
 from tests.simulator.earnings import Earned, Earnings
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.events import Abort, Event, Fault, ModelLoad, Reset, Send
@@ -105,6 +106,7 @@ class Run:
         )
         self.core.process_engine_step = self._step
         self.checkers = Checkers(self.core)
+        self._twin = TwinChecker(self.core) if profile.has_twin else None
         self.earnings = Earnings(self.core, self.checkers.ledger)
         self.trace = Trace(self.core, place.lines, place.label)
         self._sends = [event for event in events if isinstance(event, Send)]
@@ -176,6 +178,8 @@ class Run:
         self.checkers.after_drain()
         if self._is_faultless:
             self.checkers.progress.check_all_went_well()
+        if self._twin is not None:
+            self._twin.check()
 
     def _step(self) -> None:
         self.trace.step(self.core.step())

@@ -9,7 +9,7 @@ from tests.mutants.__main__ import hunt_all, mutated
 from tests.mutants.anchors import AnchorError, mutate
 from tests.mutants.catalogue import MUTANTS
 
-PROMISES = ["I1", "I10", "I11", "I12", "I13", "I14", *(f"I{number}" for number in range(2, 10))]
+PROMISES = sorted(f"I{number}" for number in range(1, 16))
 
 SOURCE = """
 class Desk:

@@ -11,6 +11,7 @@ where nothing is known, to one position after another of the prompt and of the a
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import cache_hits
@@ -41,13 +42,18 @@ class Boundaries:
         blocks_per_hash: that attention without gaps takes for each hash of a request.
         needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
         num_dropped_tokens: of the last block that a hit finds, which vLLM drops for EAGLE drafts.
+        num_step_blocks: the most blocks that a step may allocate for its tokens.
         marks, last: its state; some hashes of each request, and the last request that has each.
+        found: its state; by request the tokens that vLLM found at the last look-up, and where it
+            keeps windows and states on its own account; 0 for nowhere.
+        moved: its state; by request where it keeps them on ours and was not seen to have done so.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
         self._hash_block_size = geometry.hash_block_size
         self._alignment_tokens = geometry.alignment_tokens
         self._num_step_tokens = num_step_tokens
+        self.num_step_blocks = geometry.num_blocks_in_step(num_step_tokens)
         self.every = 0
         all_needs = cache_hits.boundary_blocks(coordinator)
         needs = [all_needs[group_idx] for group_idx in geometry.group_ids]
@@ -65,11 +71,20 @@ class Boundaries:
             self.every = (
                 int(-(-num_tokens // geometry.alignment_tokens)) * geometry.alignment_tokens
             )
+        managers, pool = coordinator.single_type_managers, coordinator.block_pool
+        self._ends = [
+            (group_idx, size, need)
+            for group_idx, size, need in zip(geometry.group_ids, sizes, needs, strict=True)
+            if need and managers[group_idx].block_pool is pool
+        ]
+        self._coordinator = coordinator
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
         drafts = coordinator.eagle_group_ids
         self.num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
         self.last: dict[bytes, RequestState] = {}
         self.marks: dict[RequestState, list[bytes]] = {}
+        self.found: dict[RequestState, tuple[int, int]] = {}
+        self.moved: dict[RequestState, list[int]] = {}
 
     def see(self, state: RequestState) -> None:
         """A request comes: note where it parts from the one here that it shares most with."""
@@ -91,7 +106,7 @@ class Boundaries:
             other.ends_hits_at(end)
             at = other.request.num_computed_tokens
             if at + self._span <= end and not at < kept_boundary(other.request) <= end:
-                keep_boundary(other.request, end)
+                self.keep(other, end, at)
 
     def leave(self, state: RequestState) -> None:
         """A request has ended."""
@@ -99,10 +114,38 @@ class Boundaries:
             if self.last.get(mark) is state:
                 del self.last[mark]
 
+    def look_up(self, state: RequestState, num_computed_tokens: int) -> None:
+        """VLLM has looked up what its own cache has of a request, and set its boundary."""
+        self.found[state] = num_computed_tokens, kept_boundary(state.request)
+        self.moved.pop(state, None)
+
+    def forget(self, state: RequestState) -> None:
+        """A request has ended, and `extras` is not asked any more."""
+        self.found.pop(state, None)
+        self.moved.pop(state, None)
+
+    def keep(self, state: RequestState, boundary: int, num_computed_tokens: int = 0) -> bool:
+        """Move the boundary of a request, unless vLLM's own would be missed.
+
+        Returns:
+            Whether it is where it should be.
+        """
+        own = self.found.get(state, (0, 0))[1]
+        reach = boundary + self._num_step_tokens + self._span
+        if num_computed_tokens < own < reach:
+            keep_boundary(state.request, own)
+            return own == boundary
+        can_keep = keep_boundary(state.request, boundary)
+        if can_keep and self.every and boundary != own:
+            moved = self.moved.get(state, ())
+            begun = [end for end in moved if end - self._span < num_computed_tokens]
+            self.moved[state] = [*begun, boundary]
+        return can_keep
+
     def part(self, state: RequestState, parted_at: int) -> None:
         """A request computes beyond where others left it."""
         boundary = max(parted_at, kept_boundary(state.request))
-        keep_boundary(state.request, boundary)
+        self.keep(state, boundary)
         state.ends_hits_at(boundary)
 
     def end(self, load: Load, parted_at: int) -> None:
@@ -110,6 +153,10 @@ class Boundaries:
         load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
         end = load.end_hash * self._hash_block_size
         near = [one for one in load.owner.hit_ends if end < one <= end + self._num_step_tokens]
+        num_found, own = self.found.get(load.owner, (0, 0))
+        if own < end:  # which the load takes the place of
+            self.found[load.owner] = num_found, end if own else 0
+            keep_boundary(load.owner.request, 0)
         self.part(load.owner, max(end, parted_at, *near))
 
     def move(self, state: RequestState, num_computed_tokens: int) -> None:
@@ -122,4 +169,35 @@ class Boundaries:
         position = max(last // self.every, -(-first // self.every)) * self.every
         boundary = min((end for end in state.hit_ends if end >= first), default=position)
         if boundary < request.num_prompt_tokens + request.max_tokens:
-            keep_boundary(request, boundary)
+            self.keep(state, boundary, num_computed_tokens)
+
+    def extras(
+        self, state: RequestState, num_computed_tokens: int
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield where blocks are that vLLM hashes on our account, since this was asked last.
+
+        Returns:
+            The boundary, the group and places in its block table.
+        """
+        moved = self.moved.get(state)
+        if not moved:
+            return
+        now, far = kept_boundary(state.request), num_computed_tokens - self.num_dropped_tokens
+        passed = {end for end in moved if end <= far or end != now}
+        if not passed:
+            return
+        self.moved[state] = [end for end in moved if end not in passed]
+        num_found, own = self.found.get(state, (0, 0))
+        for boundary in sorted(passed):
+            for group_idx, size, _ in self._ends:
+                first = max(num_found, boundary - self._span - size, 0) // size
+                places = range(first, boundary // size + 2)
+                what = places, state.request.num_prompt_tokens, own
+                kept = cache_hits.kept_alone(self._coordinator, group_idx, *what)
+                yield boundary, group_idx, [p for p, k in zip(places, kept, strict=True) if not k]
+
+    def ends(self, num_tokens: int) -> Iterator[tuple[int, range]]:
+        """Yield of each group with windows or states which blocks a hit needs that ends there."""
+        for group_idx, size, need in self._ends:
+            end = num_tokens // size
+            yield group_idx, range(max(0, end - need), end)

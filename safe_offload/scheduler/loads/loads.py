@@ -79,7 +79,7 @@ class Loads:
         self._leases = leases
         self._counters = counters
         self._admission = Admission(hits.geometry, gpu.num_blocks)
-        self._shared_loads = SharedLoads(hits.geometry, wait_max_s, counters)
+        self._shared_loads = SharedLoads(hits, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
@@ -522,3 +522,12 @@ class Loads:
 
     def __len__(self) -> int:
         return len(self.ledger.in_flight)
+
+
+class MovingLoads(Loads):
+    """The same where boundaries are moved."""
+
+    def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
+        """See `Loads`; notes first what vLLM has found itself."""
+        self._boundaries.look_up(state, num_computed_tokens)
+        return super().match(state, num_computed_tokens, now_s)

@@ -27,13 +27,13 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
+from safe_offload.compat.cache_hits import kept_boundary
 from safe_offload.observe.counters import Count, Counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.geometry import GroupGeometry
+    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.pending import Load
 
 WAIT_MAX_S = 10.0
@@ -106,8 +106,9 @@ class SharedLoads:
         wait_max_s: of one request, over its whole life.
     """
 
-    def __init__(self, geometry: GroupGeometry, wait_max_s: float, counters: Counters) -> None:
-        self._geometry = geometry
+    def __init__(self, hits: HostHits, wait_max_s: float, counters: Counters) -> None:
+        self._geometry = hits.geometry
+        self._boundaries = hits.boundaries
         self._wait_max_s = wait_max_s
         self._counters = counters
         self._loads: defaultdict[bytes, dict[Load, None]] = defaultdict(dict)
@@ -215,7 +216,7 @@ class SharedLoads:
         return (
             is_useful
             and _is_shared(load, hashes, load.end_hash)
-            and keep_boundary(load.owner.request, end)
+            and self._boundaries.keep(load.owner, end)
         )
 
 

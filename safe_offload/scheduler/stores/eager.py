@@ -29,6 +29,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.schedule import make_schedule
 
@@ -78,8 +79,9 @@ class EagerStores(StorePolicy):
         may_refuse: bool,
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, kept)
-        super().__init__(hits, gpu, stores, schedule)
+        extras = make_extras(hits, gpu)
+        schedule = make_schedule(extras, sizes, num_decode_tokens_max, kept)
+        super().__init__(hits, gpu, stores, schedule, extras)
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
         self._block_sizes = hits.geometry.group_block_sizes
@@ -117,6 +119,8 @@ class EagerStores(StorePolicy):
 
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""
+        if self.extras is not None:
+            self.extras.leave(state)
         progress = self.progress[state]
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)

@@ -14,6 +14,7 @@ from safe_offload.scheduler.blocks import (
     missing_blocks,
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.schedule import make_schedule
 
@@ -60,8 +61,9 @@ class LazyStores(StorePolicy):
         num_step_blocks: int,
     ) -> None:
         sizes = hits.geometry.group_block_sizes
-        schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, is_lazy=True)
-        super().__init__(hits, gpu, stores, schedule)
+        extras = make_extras(hits, gpu)
+        schedule = make_schedule(extras, sizes, num_decode_tokens_max, is_lazy=True)
+        super().__init__(hits, gpu, stores, schedule, extras)
         self._num_step_blocks = num_step_blocks
         # More than the host holds would push out what was just stored, step after step.
         self._num_ahead = min(2 * num_step_blocks, hits.slots.num_slots)
@@ -110,11 +112,15 @@ class LazyStores(StorePolicy):
         self._left_out_hashes &= {block_hash[-length:] for block_hash in kept}
         self._sweep_at = max(SWEEP_MIN, 2 * len(self._left_out_hashes))
 
-    def look_ahead(self, num_tokens: int) -> None:
+    def look_ahead(self, num_gpu_tokens: int, num_host_tokens: int) -> None:
         """See `StorePolicy`; remembers what the request may take, beside what the step takes.
 
         A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
         """
+        num_tokens = num_gpu_tokens + num_host_tokens
+        if num_host_tokens and self.extras is not None and self.extras.make_room(num_tokens):
+            self._begin_again()
+            self._last_ahead = None
         num_blocks = self._geometry.num_blocks_spanned(num_tokens)
         if self._last_ahead is not None and self._last_ahead.stands():
             seen = self._last_ahead.block
@@ -184,6 +190,8 @@ class LazyStores(StorePolicy):
         for blocks in self._given_away():
             self._stores.add(self._stores.missing(blocks), None, is_intact=False)
         if book.num_live:  # else an idle engine would store without end
+            if self.extras is not None and self.extras.plan():
+                self._begin_again()
             for blocks in self._walk():
                 if self._stores.add(blocks, None, is_intact=True) < len(blocks.blocks):
                     self._begin_again()

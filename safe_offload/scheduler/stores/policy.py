@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestBook, RequestState
+    from safe_offload.scheduler.stores.extras import Extras
     from safe_offload.scheduler.stores.schedule import StoreSchedule
     from safe_offload.scheduler.stores.stores import Stores
 
@@ -31,16 +32,23 @@ class StorePolicy:
         gpu: vLLM's blocks.
         stores: takes what is found.
         schedule: when requests are looked at.
+        extras: blocks that vLLM has hashed on our account; None if it hashes none.
     """
 
     def __init__(
-        self, hits: HostHits, gpu: GpuBlocks, stores: Stores, schedule: StoreSchedule
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        stores: Stores,
+        schedule: StoreSchedule,
+        extras: Extras | None,
     ) -> None:
         self._hits = hits
         self._geometry = hits.geometry
         self._gpu = gpu
         self._stores = stores
         self.schedule = schedule
+        self.extras = extras
         self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
         self._tables: dict[RequestState, list[Sequence[KVCacheBlock]]] = {}
@@ -49,8 +57,10 @@ class StorePolicy:
     def keep_out(self, state: RequestState) -> None:
         """A request is new, and nothing that it computes is to be stored."""
 
-    def look_ahead(self, num_tokens: int) -> None:
-        """A request may be scheduled that has a hit of `num_tokens`, on the GPU or here."""
+    def look_ahead(self, num_gpu_tokens: int, num_host_tokens: int) -> None:
+        """A request may be scheduled that has a hit of so many tokens on the GPU, and here."""
+        if num_host_tokens and self.extras is not None:
+            self.extras.make_room(num_gpu_tokens + num_host_tokens)
 
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""
@@ -73,6 +83,8 @@ class StorePolicy:
 
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
+        if self.extras is not None:
+            self.extras.leave(state)
 
     def forget_table(self, state: RequestState) -> None:
         """What a request computes in the block table that it has is not to be stored."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.boundaries import Boundaries
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.stores.extras import Extras
 
 
 STEPS_BETWEEN_LOOKS = 16
@@ -138,22 +138,36 @@ class StoreSchedule:
 class MovingSchedule(StoreSchedule):
     """The same, and moves the boundary of each request that is looked at."""
 
-    def __init__(self, boundaries: Boundaries, *what: Any, is_lazy: bool) -> None:
+    def __init__(self, extras: Extras, *what: Any, is_lazy: bool) -> None:
         super().__init__(*what, is_lazy=is_lazy)
-        self._boundaries = boundaries
+        self._boundaries = extras.boundaries
+        self._extras = extras
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended."""
+        super().end(state)
+        self._extras.end(state)
+
+    def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
+        """Return the requests to look at; if not lazy, extras may be reused from now on."""
+        found = super().due(scheduled)
+        if found and self.num_steps_between:
+            self._extras.plan()
+        return found
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         num_computed_tokens = state.request.num_computed_tokens + num_scheduled
+        self._extras.look(state, num_computed_tokens)
         self._boundaries.move(state, num_computed_tokens)
         super()._plan_next(state, num_scheduled)
 
 
-def make_schedule(boundaries: Boundaries, *what: Any, is_lazy: bool = False) -> StoreSchedule:
+def make_schedule(extras: Extras | None, *what: Any, is_lazy: bool = False) -> StoreSchedule:
     """Return a schedule; where there are boundaries to move, it moves them.
 
     Args:
         what, is_lazy: see `StoreSchedule`.
     """
-    if boundaries.every:
-        return MovingSchedule(boundaries, *what, is_lazy=is_lazy)
-    return StoreSchedule(*what, is_lazy=is_lazy)
+    if extras is None:
+        return StoreSchedule(*what, is_lazy=is_lazy)
+    return MovingSchedule(extras, *what, is_lazy=is_lazy)

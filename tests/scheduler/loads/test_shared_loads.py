@@ -152,8 +152,7 @@ def test_sparse_windows_are_kept_where_a_load_ends_that_is_waited_for(make_rig, 
 
 
 def test_sparse_windows_are_not_waited_for_where_vllm_cannot_keep_them(make_rig, monkeypatch):
-    for module in boundaries, shared_loads:
-        monkeypatch.setattr(module, "keep_boundary", lambda request, num_tokens: False)
+    monkeypatch.setattr(boundaries, "keep_boundary", lambda request, num_tokens: False)
     rig = make_sparse(make_rig)
     rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
     rig.forget_gpu_cache()
@@ -696,7 +695,8 @@ def test_the_oldest_load_that_brings_a_block_is_found_from_any_block_of_it():
     geometry: Any = SimpleNamespace(
         hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
     )
-    shared = SharedLoads(geometry, WAIT_MAX_S, Counters())
+    hits: Any = SimpleNamespace(geometry=geometry, boundaries=None)
+    shared = SharedLoads(hits, WAIT_MAX_S, Counters())
     request: Any = SimpleNamespace(block_hashes=[b"%d" % place for place in range(60)])
     loads = [a_load(0, 40, 50), a_load(1, 3, 37), a_load(2, 16, 18), a_load(3, 20, 60)]
     for load in loads:
@@ -724,7 +724,8 @@ def test_of_many_loads_of_one_block_a_few_are_looked_at():
     geometry: Any = SimpleNamespace(
         hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
     )
-    shared = SharedLoads(geometry, WAIT_MAX_S, Counters())
+    hits: Any = SimpleNamespace(geometry=geometry, boundaries=None)
+    shared = SharedLoads(hits, WAIT_MAX_S, Counters())
     request: Any = SimpleNamespace(block_hashes=[b"0"])
     for transfer_id in range(shared_loads.LOOKS_MAX + 1):
         shared.begin(a_load(transfer_id, 0, 1))

@@ -242,7 +242,7 @@ def test_what_requests_of_before_a_reset_give_away_is_not_stored(make_rig):
     watch = Watch(rig)
     watch.step()
     num_stored = watch.num_stored
-    rig.planner.policy.look_ahead(100)
+    rig.planner.policy.look_ahead(100, 0)
     rig.planner.gpu.forget_hashes()
     rig.planner.policy.forget_table(rig.planner.book.find(request))
     watch.step()
