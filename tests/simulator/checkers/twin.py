@@ -14,7 +14,7 @@ from tests.simulator.words import VOCABULARY
 
 Arrival = tuple[Sequence[int], int]
 """A prompt, and how many tokens are asked for."""
-PROMPTS_KEPT, PROMPTS_SHARED = 2, 12
+PROMPTS_KEPT, PROMPTS_SHARED = 3, 12
 """How many of a run are sent so that they share nothing, and so that they share what they do."""
 
 
@@ -96,7 +96,7 @@ class TwinChecker:
         def last(shape: EngineShape, num_blocks: int) -> int:
             return gpu_hits(replace(shape, num_blocks=num_blocks), arrivals)[-1]
 
-        pools = range(least, least * (len(arrivals) - 1))
+        pools = range(least, least * len(arrivals))
         place = bisect_left(pools, True, key=lambda pool: last(self._alone, pool) > 0)
         if place < len(pools):
             more = blocks_of_a_position(self._ours)
