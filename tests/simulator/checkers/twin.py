@@ -47,9 +47,9 @@ def blocks_of_a_step(shape: EngineShape) -> int:
 
 
 def blocks_of_a_position(shape: EngineShape) -> int:
-    """What one position of a prompt has stored of windows and states."""
+    """What one position has stored of windows, which may begin inside a block, and of states."""
     return sum(
-        1 if group.kind == "mamba" else -(-(group.size - 1) // group.block_tokens)
+        1 if group.kind == "mamba" else -(-(group.size - 1) // group.block_tokens) + 1
         for group in shape.parsed_groups
         if group.kind in ("mamba", "window")
     )
