@@ -119,8 +119,7 @@ class EagerStores(StorePolicy):
 
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        if self.extras is not None:
-            self.extras.leave(state)
+        super().preempt(state)
         progress = self.progress[state]
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
