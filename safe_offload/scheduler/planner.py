@@ -18,7 +18,7 @@ from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, Step
 from safe_offload.scheduler.cache.hit_curve import NO_RATES
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
-from safe_offload.scheduler.loads.loads import Loads, MovingLoads
+from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods, together
 from safe_offload.scheduler.pending import Ledger, Load, Store
@@ -158,8 +158,7 @@ class Planner(SchedulerSide):
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
-        make_loads = MovingLoads if hits.boundaries.every else Loads
-        self.loads = make_loads(
+        self.loads = Loads(
             hits,
             self.leases,
             gpu,
@@ -182,6 +181,7 @@ class Planner(SchedulerSide):
                 hits, gpu, self.stores, num_decoded, counters, may_refuse=may_refuse
             )
         self._looks_ahead = options.is_lazy or self.policy.extras is not None
+        self._look_up = hits.boundaries.look_up if hits.boundaries.every else None
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self.ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
@@ -260,6 +260,8 @@ class Planner(SchedulerSide):
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
             return 0
+        if self._look_up is not None:
+            self._look_up(state, num_computed_tokens)
         for answer in self._answer:
             found = answer(state, num_computed_tokens, now_s)
             if found is not Answer.SEARCH:

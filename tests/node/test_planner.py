@@ -18,15 +18,20 @@ ROW_BYTES = 8 * (3 + TOKENS_MAX)
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def node() -> Iterator[Node]:
     node = Node()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def rig(node: Node) -> Iterator[Rig]:
     # A damaged table has other lots of this engine than it knows, until it looks.
     extra = {"share": "node", "check_invariants": False}
     rig = Rig(node=node, num_slots=80, num_blocks=26, extra=extra)
     yield rig
     assert rig.counts[Count.CONTAINED_ERRORS] == 0
     rig.close()
-    node.close()
 
 
 def table_path() -> Path:
@@ -85,3 +90,22 @@ def test_an_engine_whose_place_another_has_leaves_the_pool_and_says_why(rig, log
     assert "its table was damaged, and another engine has taken this one's place" in line
     assert rig.planner.gauges()["is_disabled"] == 1
     other.close()
+
+
+def test_an_engine_that_is_kept_from_its_slots_leaves_windows_to_vllm(node):
+    """A prompt that leaves another where it computes moves no boundary that vLLM has found."""
+    shape = {"groups": ("full", "window:10"), "retention_interval": 0, "max_batched_tokens": 32}
+    rig = Rig(node=node, num_slots=400, num_blocks=200, extra={"share": "node"}, **shape)
+    first, other = rig.prompt(200, 1), rig.prompt(500, 2)
+    rig.run_alone("first", first)
+    rig.run_alone("other", other)  # of the first, windows are lost
+    held = Locks(str(table_path()))
+    assert held.take(NAPS + rig.planner.hits.slots.table.engine)
+    rig.add("second", [*first[:150], *rig.prompt(60, 3)])
+    rig.step()
+    rig.add("third", [*first[:142], 99])
+    rig.drain()
+    held.close()
+    last = rig.make_request([*first[:150], 98], "last")
+    assert rig.scheduler.kv_cache_manager.get_computed_blocks(last)[1] == 148
+    rig.close()

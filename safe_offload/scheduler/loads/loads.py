@@ -522,12 +522,3 @@ class Loads:
 
     def __len__(self) -> int:
         return len(self.ledger.in_flight)
-
-
-class MovingLoads(Loads):
-    """The same where boundaries are moved."""
-
-    def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
-        """See `Loads`; notes first what vLLM has found itself."""
-        self._boundaries.look_up(state, num_computed_tokens)
-        return super().match(state, num_computed_tokens, now_s)
