@@ -10,7 +10,7 @@ from safe_offload.config.options import ADAPTIVE
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import make_events
-from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.slots import EngineSlots, SlotPool
 from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.hints import Hints
@@ -74,7 +74,7 @@ class Composition:
         self._tenants = TenantsFile(config.tenants) if config.tenants is not None else None
         self._slots: SlotPool
         if self._tenants is None:
-            kind = SlotPool if config.sharing is None else NodeSlots
+            kind = EngineSlots if config.sharing is None else NodeSlots
             policy = make_policy(self.num_slots, directory.hashes)
             self._slots = kind(self.num_slots, directory, policy, counters)
         else:

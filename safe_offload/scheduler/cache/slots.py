@@ -13,6 +13,7 @@ from itertools import filterfalse, repeat
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.references import References
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
 
 NEW_SLOTS = 4096
@@ -21,6 +22,8 @@ NEW_SLOTS = 4096
 
 class SlotPool:
     """Host slots; every operation is one step that cannot half happen.
+
+    Who may be granted what differs: `EngineSlots`, `TenantSlots`, `NodeSlots`.
 
     Bound: an entry for each slot.
 
@@ -43,15 +46,14 @@ class SlotPool:
         self._empty: list[int] = []  # the last one is taken first
         self._evictable = policy
         self._now_s = 0.0
-        self._leased: set[int] = set()
-        self._more_leases: Counter[int] = Counter()  # of a slot, beyond the first
+        self._references = References()
         self._retired: set[int] = set()
         self._was_hit = bytearray(num_slots)  # 1: what it holds has been loaded
 
     @property
     def num_leased(self) -> int:
         """Slots under at least one lease; those that are retired do not count."""
-        return len(self._leased) - len(self._retired)
+        return len(self._references.leased) - len(self._retired)
 
     @property
     def num_empty(self) -> int:
@@ -61,7 +63,7 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         """Slots that nothing leases."""
-        return self.num_usable - len(self._leased)
+        return self.num_usable - len(self._references.leased)
 
     def num_grantable(self, salt: str | None) -> int:
         """Return how many slots a grant can take for requests with a salt."""
@@ -125,6 +127,10 @@ class SlotPool:
             Possibly fewer than asked for, possibly none: full is normal. What a granted slot held
             before is forgotten.
         """
+        raise NotImplementedError
+
+    def _take(self, count: int) -> list[int]:
+        """Take up to `count` slots that are empty or, if there are too few, evictable."""
         if count <= 0:
             return []
         granted = self._empty[-count:]
@@ -133,13 +139,13 @@ class SlotPool:
         if len(granted) < count:
             if self._num_new:
                 self._list_new(count - len(granted) + NEW_SLOTS)
-                self._leased.update(granted)
-                return granted + SlotPool.grant(self, count - len(granted))
+                self._references.add_first(granted)
+                return granted + self._take(count - len(granted))
             evicted = self._evictable.evict(count - len(granted), self._now_s)
             self._count_evicted(evicted)
             self.directory.remove(evicted)
             granted += evicted
-        self._leased.update(granted)
+        self._references.add_first(granted)
         return granted
 
     def _list_new(self, count: int) -> None:
@@ -150,19 +156,13 @@ class SlotPool:
 
     def lease(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once: none is evicted until it is released."""
-        leased, more = self._leased, self._more_leases
-        if leased.isdisjoint(slots):
-            leased.update(slots)
-        else:
-            more.update(leased.intersection(slots))
-            leased.update(slots)
-        self._evictable.lease(slots)
+        self._references.add(slots)
+        self._evictable.lease(self._own(slots))
 
     def hold(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once, which is no use of what they hold."""
-        self._more_leases.update(self._leased.intersection(slots))
-        self._leased.update(slots)
-        self._evictable.hold(slots)
+        self._references.add(slots)
+        self._evictable.hold(self._own(slots))
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """Take one lease from each slot, given in prefix order.
@@ -175,22 +175,7 @@ class SlotPool:
         Raises:
             InvariantError: one of them is not leased; then nothing has changed.
         """
-        if not self._leased.issuperset(slots):
-            unleased = sorted(set(slots) - self._leased)
-            raise InvariantError("I8", f"slots {unleased} released more often than leased")
-        more = self._more_leases
-        if more and not more.keys().isdisjoint(slots):
-            last = []
-            for slot in slots:  # one may be among them twice
-                num_more = more.get(slot)
-                if num_more is None:
-                    last.append(slot)
-                elif num_more == 1:
-                    more.pop(slot)
-                else:
-                    more[slot] = num_more - 1
-            slots = last
-        self._leased.difference_update(slots)
+        slots = self._own(self._references.drop(slots))
         hashes = self.directory.hashes
         if None in map(hashes.__getitem__, slots):
             self._empty += [slot for slot in reversed(slots) if hashes[slot] is None]
@@ -210,9 +195,10 @@ class SlotPool:
 
     def _unleased(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that hold something and that nothing leases."""
+        slots = self._own(slots)
         if None in map(self.directory.hashes.__getitem__, slots):
             slots = [slot for slot in slots if self.directory.hashes[slot] is not None]
-        return list(filterfalse(self._leased.__contains__, slots))
+        return list(filterfalse(self._references.leased.__contains__, slots))
 
     def next_evicted(self, count: int) -> list[int]:
         """Return up to `count` evictable slots, those that go first, in their order."""
@@ -226,10 +212,11 @@ class SlotPool:
         """Never find any slot again that holds something now, or will; begin a new epoch."""
         self._forgotten(self.directory.forget_all())
 
-    def _forgotten(self, slots: list[int]) -> None:
+    def _forgotten(self, slots: Sequence[int]) -> None:
         self._mark(slots, 0)
+        slots, leased = self._own(slots), self._references.leased
         self._evictable.forget(slots)
-        self._empty += [slot for slot in slots if slot not in self._leased]
+        self._empty += [slot for slot in slots if slot not in leased]
 
     def retire(self, slots: Iterable[int]) -> list[int]:
         """Never grant these slots again: the memory under them is not to be trusted (I6).
@@ -252,9 +239,8 @@ class SlotPool:
         """After an error: rebuild all books from the leases that exist."""
         expected = self._count(leases)
         self.directory.mend(expected)
-        self._leased = set(expected)
-        self._more_leases = Counter({slot: n - 1 for slot, n in expected.items() if n > 1})
-        unleased = [slot for slot in range(self.num_usable) if slot not in expected]
+        self._references.rebuild(expected)
+        unleased = [slot for slot in self._all_own() if slot not in expected]
         held = self.directory.hashes
         self._evictable.forget(range(self.num_slots))
         filled = [slot for slot in unleased if held[slot] is not None]
@@ -285,8 +271,17 @@ class SlotPool:
         self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - num_hit
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
 
+    def _own(self, slots: Sequence[int]) -> Sequence[int]:
+        """Return those of the slots that this engine grants: all; see `NodeSlots`."""
+        return slots
+
+    def _all_own(self) -> Iterable[int]:
+        """Yield all slots that this engine grants."""
+        return range(self.num_usable)
+
     def __repr__(self) -> str:
-        return f"<SlotPool of {self.num_slots}: {self.num_free} free, {self.num_leased} leased>"
+        kind, free = type(self).__name__, self.num_free
+        return f"<{kind} of {self.num_slots}: {free} free, {self.num_leased} leased>"
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
         """Return how many leases each slot should have."""
@@ -301,19 +296,20 @@ class SlotPool:
             InvariantError: they differ, or the free slots are not exactly the unleased ones.
         """
         expected = self._count(leases)
-        for slot in range(self.num_slots):
-            found = (slot in self._leased) + self._more_leases.get(slot, 0)
-            if found != expected[slot]:
-                raise InvariantError(
-                    "I8",
-                    f"slot {slot} has {found} references and {expected[slot]} leases or reasons "
-                    "to keep it",
-                )
-        self.directory.check_invariants(self._leased)
-        unleased = {slot for slot in range(self.num_usable) if slot not in self._leased}
+        self._references.check(expected)
+        leased = self._references.leased
+        self.directory.check_invariants(leased)
+        unleased = {slot for slot in self._all_own() if slot not in leased}
         held = {slot for slot in unleased if self.directory.hashes[slot] is not None}
         empty = [*self._empty, *range(self.num_usable - self._num_new, self.num_usable)]
         if sorted(empty) != sorted(unleased - held):
             raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
         if len(self._evictable) != len(held):
             raise InvariantError("I8", "the evictable slots are not exactly the other free ones")
+
+
+class EngineSlots(SlotPool):
+    """Host slots of one engine, which grants any of them to anybody."""
+
+    def grant(self, count: int, salt: str | None = None) -> list[int]:
+        return self._take(count)

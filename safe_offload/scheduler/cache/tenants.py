@@ -204,7 +204,7 @@ class TenantSlots(SlotPool):
         """See `SlotPool`; what others are guaranteed is not free."""
         policy = self.by_tenant
         policy.asking, policy.num_asked = self.tenants.number_of(salt), count
-        granted = super().grant(count)
+        granted = self._take(count)
         policy.num_asked = 0
         for slot in granted:
             policy.owners[slot] = policy.asking
@@ -216,7 +216,7 @@ class TenantSlots(SlotPool):
         super().release(slots, first)
         self._emptied(num_empty)
 
-    def _forgotten(self, slots: list[int]) -> None:
+    def _forgotten(self, slots: Sequence[int]) -> None:
         num_empty = len(self._empty)
         super()._forgotten(slots)
         self._emptied(num_empty)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from itertools import filterfalse
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain, filterfalse
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class NodeSlots(SlotPool):
         self.is_private = is_private
 
     def stand_alone(self) -> None:
-        """The ranks have memory of their own: be a `SlotPool`."""
+        """The ranks have memory of their own: be `EngineSlots`."""
         self.is_alone = True
         self._is_own = bytearray(b"\1") * self.num_slots
         self.open(self._num_ready)
@@ -156,7 +156,7 @@ class NodeSlots(SlotPool):
         if not lost:
             return
         slots = [slot for lot in lost for slot in table.range_of(lot)]
-        self._guard([slot for slot in slots if slot in self._leased])
+        self._guard([slot for slot in slots if slot in self._references.leased])
         self._lose(lost)
         self.forget([slot for slot in slots if self.directory.hashes[slot] is not None])
 
@@ -210,7 +210,7 @@ class NodeSlots(SlotPool):
     def _give(self, lot: int) -> bool:
         """Release a lot with its contents; False if a slot in it is leased."""
         slots = self._table.range_of(lot)
-        leased = [slot for slot in slots if slot in self._leased]
+        leased = [slot for slot in slots if slot in self._references.leased]
         hashes, being_stored = self.directory.hashes, self.directory.being_stored
         if any(hashes[slot] is None or slot in being_stored for slot in leased):
             return False
@@ -229,9 +229,9 @@ class NodeSlots(SlotPool):
             self._evictable.forget(slots)
             parked = self.parked.intersection(slots)
             self.parked -= parked
-            self._leased -= parked
+            self._references.drop(sorted(parked))
             self._versions[lot] = np.iinfo(np.uint64).max
-        self._empty = self._own(self._empty)
+        self._empty = list(self._own(self._empty))
 
     # ---- grants --------------------------------------------------------------------------------
 
@@ -239,14 +239,14 @@ class NodeSlots(SlotPool):
         """See `SlotPool`; what guests still read is not granted."""
         table = self.table
         if table is None or not table.is_awake or count <= 0:
-            return super().grant(count) if self.is_alone else []
+            return self._take(count) if self.is_alone else []
         self._unpark()
         if count > len(self._empty):
             self._claim(count - len(self._empty))
         self._spare(count - len(self._empty))
         granted: list[int] = []
         while len(granted) < count:
-            slots = super().grant(count - len(granted))
+            slots = self._take(count - len(granted))
             if not slots:
                 break
             held = self._retract(slots)
@@ -304,17 +304,17 @@ class NodeSlots(SlotPool):
         self._drop_changed(lot)  # and find nothing new: it may be what is stored next
         self._lots.add(lot)
         self._has_lot[lot] = True
-        hashes = self.directory.hashes
+        hashes, leased = self.directory.hashes, self._references.leased
         unknown = [slot for slot in slots if hashes[slot] is None]
-        bad = [slot for slot in unknown if table.bad[slot] and slot not in self._leased]
+        bad = [slot for slot in unknown if table.bad[slot] and slot not in leased]
         for slot in slots:
             self._is_own[slot] = 1
         if unknown:  # of others' generations, or there twice, or new, or nothing
             self._retract(unknown)
         self.parked.update(bad)
-        self._leased.update(bad)
-        self._empty += [slot for slot in reversed(unknown) if slot not in self._leased]
-        filled = [s for s in slots if hashes[s] is not None and s not in self._leased]
+        self._references.add_first(bad)
+        self._empty += [slot for slot in reversed(unknown) if slot not in leased]
+        filled = [s for s in slots if hashes[s] is not None and s not in leased]
         self._evictable.evict_first(filled, self._now_s)
         return len(slots)
 
@@ -342,16 +342,26 @@ class NodeSlots(SlotPool):
 
     def lease(self, slots: Sequence[int]) -> None:
         """See `SlotPool`; what another has overwritten by now is forgotten (`num_lost`)."""
-        self._evictable.lease(self._visit(slots))
+        self._visit(slots)
+        super().lease(slots)
 
     def hold(self, slots: Sequence[int]) -> None:
-        self._evictable.hold(self._visit(slots))
+        self._visit(slots)
+        super().hold(slots)
 
-    def _own(self, slots: Iterable[int]) -> list[int]:
+    def _own(self, slots: Iterable[int]) -> Sequence[int]:
+        """See `SlotPool`; those of this engine's lots."""
         return list(filter(self._is_own.__getitem__, slots))
 
-    def _visit(self, slots: Sequence[int]) -> list[int]:
-        """Add a lease to each slot; return those of this engine's lots."""
+    def _all_own(self) -> Iterable[int]:
+        """See `SlotPool`."""
+        table = self.table
+        if table is None:
+            return super()._all_own()
+        return chain.from_iterable(map(table.range_of, sorted(self._lots)))
+
+    def _visit(self, slots: Sequence[int]) -> None:
+        """Be a guest at those of the slots that are another's."""
         foreign = filterfalse(self._is_own.__getitem__, slots)
         new = list(filterfalse(self._marked.__contains__, foreign))
         if new and self.table is not None:
@@ -364,35 +374,20 @@ class NodeSlots(SlotPool):
                 self.num_lost += len(lost)
                 self._counters[Count.LOST_BLOCKS] += len(lost)
                 self.forget(lost)
-        self._more_leases.update(self._leased.intersection(slots))
-        self._leased.update(slots)
-        return self._own(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
-        if not self._leased.issuperset(slots):
-            raise InvariantError("I8", "slots released more often than leased")
-        for slot in filterfalse(self._is_own.__getitem__, slots):
-            num_more = self._more_leases.pop(slot, 0)
-            if num_more > 1:
-                self._more_leases[slot] = num_more - 1
-            elif not num_more:
-                self._leased.discard(slot)
-        super().release(self._own(slots), self._own(first))
-        self._leave([slot for slot in slots if slot in self._marked and slot not in self._leased])
+        super().release(slots, first)
+        leased, marked = self._references.leased, self._marked
+        self._leave([slot for slot in slots if slot in marked and slot not in leased])
 
     def _leave(self, slots: Sequence[int]) -> None:
         if slots and self.table is not None:
             self.table.leave(_array(slots))
             self._marked.difference_update(slots)
 
-    def _unleased(self, slots: Sequence[int]) -> list[int]:
-        return super()._unleased(self._own(slots))
-
-    def _forgotten(self, slots: list[int]) -> None:
+    def _forgotten(self, slots: Sequence[int]) -> None:
+        super()._forgotten(slots)
         own = self._own(slots)
-        self._mark(slots, 0)
-        self._evictable.forget(own)
-        self._empty += [slot for slot in own if slot not in self._leased]
         if own and self.table is not None and self.table.is_awake:
             self._retract(own)
 
@@ -410,22 +405,8 @@ class NodeSlots(SlotPool):
         return retired
 
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
-        """See `SlotPool`; nothing is granted any more."""
-        if self.table is None:
-            super().mend(leases)
-            return
-        expected = self._count(leases)
-        self.directory.mend(expected)
-        self._leased = set(expected)
-        self._more_leases.clear()
-        self._more_leases.update({slot: n - 1 for slot, n in expected.items() if n > 1})
-        self._evictable.forget(range(self.num_slots))
-        lots, held = sorted(self._lots), self.directory.hashes
-        unleased = [s for lot in lots for s in self.table.range_of(lot) if s not in expected]
-        filled = [slot for slot in unleased if held[slot] is not None]
-        self._evictable.release(filled, self._now_s)
-        self._empty = [slot for slot in unleased if held[slot] is None]
-        self._leave(sorted(self._marked - self._leased))
+        super().mend(leases)
+        self._leave(sorted(self._marked - self._references.leased))
 
     # ---- the rest ------------------------------------------------------------------------------
 
@@ -436,31 +417,14 @@ class NodeSlots(SlotPool):
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
         """See `SlotPool`; and what this engine leases, the table shows as this engine's."""
+        super().check_invariants(leases)
         table = self.table
         if table is None:
-            super().check_invariants(leases)
             return
-        expected = self._count(leases)
-        for slot in range(self.num_slots):
-            found = (slot in self._leased) + self._more_leases.get(slot, 0)
-            if found != expected[slot]:
-                raise InvariantError(
-                    "I8", f"slot {slot}: {found} references, {expected[slot]} leases"
-                )
-        self.directory.check_invariants(self._leased)
-        self._check_lots(table, expected)
-
-    def _check_lots(self, table: Table, expected: Set[int]) -> None:
         if table.is_awake and self._lots != set(table.own_lots()):
             raise InvariantError("I8", "the table has other lots of this engine than it knows")
-        held = self.directory.hashes
-        unleased = [s for lot in self._lots for s in table.range_of(lot) if s not in expected]
-        if sorted(self._empty) != sorted(slot for slot in unleased if held[slot] is None):
-            raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
-        if len(self._evictable) != len(unleased) - len(self._empty):
-            raise InvariantError("I8", "the evictable slots are not exactly the other free ones")
         is_marked = set(np.flatnonzero(table.marks[table.engine]).tolist())
-        if is_marked != self._marked or not self._marked <= self._leased:
+        if is_marked != self._marked or not self._marked <= self._references.leased:
             raise InvariantError("I1", "guest marks are not exactly those of leased slots")
 
 
