@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -329,6 +329,50 @@ def test_no_class_is_made_at_run_time():
         for node in ast.walk(tree_of(name)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "type" or len(node.args) == 1, name
+
+
+def _classes_named_in(name: str) -> dict[str, tuple[str, str]]:
+    """By local name, the file and name of each class of the scheduler that a file has."""
+    found = {}
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = name, node.name
+        elif isinstance(node, ast.ImportFrom) and node.module in FILE_OF:
+            for alias in node.names:
+                found[alias.asname or alias.name] = FILE_OF[node.module], alias.name
+    return found
+
+
+def _made_in(tree: ast.AST) -> Iterator[str]:
+    """Names that are called, or chosen to be called."""
+    for node in ast.walk(tree):
+        found: list[ast.expr | None] = []
+        if isinstance(node, ast.Call):
+            found = [node.func]
+        elif isinstance(node, ast.Dict):
+            found = [*node.values]
+        elif isinstance(node, ast.IfExp):
+            found = [node.body, node.orelse]
+        yield from (each.id for each in found if isinstance(each, ast.Name))
+
+
+def test_no_class_of_the_scheduler_inherits_from_one_that_is_made_itself():
+    bases: dict[tuple[str, str], set[str]] = defaultdict(set)
+    made: set[tuple[str, str]] = set()
+    for name in FILES:
+        classes = _classes_named_in(name)
+        made.update(classes[value] for value in _made_in(tree_of(name)) if value in classes)
+        for node in ast.walk(tree_of(name)):
+            for base in node.bases if isinstance(node, ast.ClassDef) else ():
+                if isinstance(base, ast.Name) and base.id in classes:
+                    bases[classes[base.id]].add(name)
+    assert {
+        ("scheduler/cache/slots.py", "EngineSlots"),
+        ("scheduler/eviction/policy.py", "Lru"),
+    } <= made
+    assert ("scheduler/cache/slots.py", "SlotPool") in bases
+    found = {base for base in made & bases.keys() if base[0] in SCHEDULER}
+    assert found == set()
 
 
 # ---- one owner for each fact -------------------------------------------------------------------

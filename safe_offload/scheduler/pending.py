@@ -247,6 +247,11 @@ class FetchBatch:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Spill(TierPending):
+    """What is written to a tier."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Fetch(TierPending):
     """A part of a batch.
 

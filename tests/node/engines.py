@@ -23,7 +23,7 @@ from safe_offload.node.table import Table
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.leases import LeaseBook, LeaseKind
-from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.node.slots import NodeSlots
 from safe_offload.scheduler.parts.node import STALLED_AFTER_S
 
@@ -78,7 +78,7 @@ class Engine:
         table = Table(str(pools.user_folder() / "pool" / pools.TABLE))
         table.join([self.file.token] if self.file is not None else tokens)
         directory = Directory(num_slots, num_groups)
-        policy = EvictionPolicy(num_slots, directory.hashes)
+        policy = Lru(num_slots, directory.hashes)
         self.counters = Counters()
         self.slots = NodeSlots(num_slots, directory, policy, self.counters)
         self.leases = LeaseBook(self.slots)

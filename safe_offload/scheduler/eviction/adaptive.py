@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from safe_offload.scheduler.eviction.policy import Hashes
-from safe_offload.scheduler.eviction.returns import SHARED, USED, Batch, Returns, set_each
+from safe_offload.scheduler.eviction.reuse import SHARED, USED, Batch, ReuseBatches, set_each
 
 FRESH_SHARE = 0.05
 """Of all slots, that what has never been hit keeps in the order `TWO_QUEUES`."""
@@ -23,15 +23,15 @@ class Order(enum.StrEnum):
     RETURNS = "returns"
 
 
-class Adaptive(Returns):
+class Adaptive(ReuseBatches):
     """A queue as `EvictionPolicy` has it, until another order than `LRU` is preferred.
 
-    From then on what is released is kept in batches as `Returns` has them, in all three orders at
-    all times, so that a change is one step. What is still in the queue goes before all batches: it
-    was released before them, so until it is gone nothing is evicted that `LRU` would keep.
+    From then on what is released is kept in batches, in all three orders at all times, so that a
+    change is one step. What is still in the queue goes before all batches: it was released before
+    them, so until it is gone nothing is evicted that `LRU` would keep.
 
     `TWO_QUEUES` lets what has never been hit go before what has been, down to a small share, and
-    knows what was hit too late by the ghosts of `Returns`.
+    knows what was hit too late by the ghosts of `ReuseBatches`.
 
     Source: T. Johnson, D. Shasha, "2Q: a low overhead high performance buffer management
     replacement algorithm", VLDB 1994. Of our own is that ghosts are batches.

@@ -15,7 +15,7 @@ from itertools import compress, count, filterfalse, repeat
 from typing import Any
 
 from safe_offload.scheduler.eviction.adaptive import FRESH_SHARE, GHOST_SLOTS, Order
-from safe_offload.scheduler.eviction.returns import Returns
+from safe_offload.scheduler.eviction.reuse import ExpectedReuse
 
 NUM_SAMPLED = 1024  # slots of each miniature; more above 262,144 slots of the host
 NUM_SAMPLED_MIN = 32  # with fewer, chance would decide: below 4,096 slots there is no contest
@@ -202,7 +202,7 @@ class _Returns(_Miniature):
         self._hashes: list[Any] = [None] * num_slots
         self._slots: dict[bytes, int] = {}
         self._empty = list(range(num_slots))
-        self._policy = Returns(num_slots, self._hashes)
+        self._policy = ExpectedReuse(num_slots, self._hashes)
 
     def use(self, keys: Sequence[bytes], now_s: float) -> int:
         policy, table = self._policy, self._slots

@@ -20,9 +20,9 @@ Hashes = Sequence[bytes | None]
 
 
 class EvictionPolicy:
-    """Order of the filled slots that nothing leases: LRU, and what other orders override.
+    """Order of the filled slots that nothing leases: a queue, and what other orders override.
 
-    The slot goes first that was released longest ago. Deterministic, each call one step.
+    Deterministic, each call one step.
 
     `hashes` has what each filled slot holds, for policies that know again what they evicted;
     `may_refuse` says whether there is anything that `admits` does not admit.
@@ -107,6 +107,10 @@ class EvictionPolicy:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self)} evictable slots>"
+
+
+class Lru(EvictionPolicy):
+    """The slot goes first that was released longest ago."""
 
 
 class Slru(EvictionPolicy):

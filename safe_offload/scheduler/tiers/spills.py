@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import FAILED_SPILLS, Count
 from safe_offload.protocol import Keys, TierTransfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseKind
-from safe_offload.scheduler.pending import Ledger, Store, TierPending
+from safe_offload.scheduler.pending import Ledger, Spill, Store
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.pending import Fetch
@@ -71,7 +71,7 @@ class Spills:
         self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
         self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
-        self.ledger: Ledger[TierPending] = Ledger(context.transfer_ids, context.num_ranks)
+        self.ledger: Ledger[Spill] = Ledger(context.transfer_ids, context.num_ranks)
         self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
 
@@ -163,7 +163,7 @@ class Spills:
         self.ledger.new.append(spill)
         return (spill.message,)
 
-    def _make(self, generation: str) -> TierPending | None:
+    def _make(self, generation: str) -> Spill | None:
         """Lease the first blocks of the queue that the host still has."""
         queue, find = self._queue, self._directory.find
         found: list[tuple[int, int, bytes, int]] = []
@@ -190,7 +190,7 @@ class Spills:
         transfer_id, ranks = self.ledger.open()
         known = bytes(origins) if any(origins) else b""
         keys = Keys(bytes(group_ids), hashes)
-        return TierPending(
+        return Spill(
             transfer_id=transfer_id,
             ranks_left=ranks,
             message=TierTransfer(transfer_id, keys, ids_of(slots), generation, known),
@@ -202,7 +202,7 @@ class Spills:
         """The workers are told of the new spills."""
         self.ledger.sent()
 
-    def settle(self, spill: TierPending) -> None:
+    def settle(self, spill: Spill) -> None:
         """Every rank has reported a spill, and reads its slots no more."""
         self.ledger.remove(spill)
         slots, counters = spill.lease.slots, self._counters

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import FETCH_S, PROBE_S, Count
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, TierMessages
-from safe_offload.scheduler.pending import Fetch, FetchBatch, Load, Store, TierPending
+from safe_offload.scheduler.pending import Fetch, FetchBatch, Load, Spill, Store
 from safe_offload.scheduler.tiers.fetches import Fetches
 from safe_offload.scheduler.tiers.generation import Generation
 from safe_offload.scheduler.tiers.lookups import LookUps
@@ -77,7 +77,7 @@ class Tiers(Part):
         self._probes_waiting = self._probes.waiting
         self._answered: list[PendingProbe] = []
         self._fetched: list[FetchBatch] = []
-        self._complete: list[TierPending] = []
+        self._complete: list[Fetch | Spill] = []
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
         self._due_s = math.inf
 

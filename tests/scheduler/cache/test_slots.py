@@ -14,7 +14,7 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key, SplitTable
 from safe_offload.scheduler.cache.slots import EngineSlots
 from safe_offload.scheduler.eviction.policies import POLICIES
-from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.eviction.policy import Lru
 
 
 def pool_of(
@@ -206,7 +206,7 @@ def test_a_grant_whose_taker_was_lost_is_free_when_mended():
     ],
 )
 def test_a_spoilt_pool_is_seen(spoil, leases, invariant_id):
-    policy = EvictionPolicy(4)
+    policy = Lru(4)
     pool = EngineSlots(4, Directory(4, 1), policy, Counters())
     pool.open(4)
     fill(pool, "a", "b")
@@ -223,7 +223,7 @@ def fill_unleased(pool: EngineSlots, slot: int) -> None:
 
 def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age():
     counters = Counters()
-    pool = EngineSlots(3, Directory(3, 1), EvictionPolicy(3), counters)
+    pool = EngineSlots(3, Directory(3, 1), Lru(3), counters)
     pool.open(3)
     pool.set_time(10.0)
     slots = fill(pool, "a", "b", "c")

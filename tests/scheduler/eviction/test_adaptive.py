@@ -9,10 +9,10 @@ import random
 
 import pytest
 
-from safe_offload.scheduler.eviction import returns
+from safe_offload.scheduler.eviction import reuse
 from safe_offload.scheduler.eviction.adaptive import Adaptive, Order
 from safe_offload.scheduler.eviction.contest import HOLD_S, Contest
-from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.parts import eviction_order
 from safe_offload.scheduler.parts.eviction_order import EvictionOrder
 from tests.scheduler.parts import part_of
@@ -32,7 +32,7 @@ def hashes(first: int, count: int) -> list[bytes]:
 def test_in_the_order_lru_the_same_slots_go_as_with_lru(seed):
     chance = random.Random(seed)
     held: list[bytes | None] = [None] * NUM_SLOTS
-    policies = EvictionPolicy(NUM_SLOTS), Adaptive(NUM_SLOTS, held)
+    policies = Lru(NUM_SLOTS), Adaptive(NUM_SLOTS, held)
     numbers = itertools.count()
     evictable: set[int] = set()
     leased = list(range(NUM_SLOTS))
@@ -137,7 +137,7 @@ def test_only_in_the_order_returns_anything_is_refused():
 
 
 def test_what_the_policy_remembers_has_a_bound(monkeypatch):
-    monkeypatch.setattr(returns, "GHOSTS_MAX", 64)
+    monkeypatch.setattr(reuse, "GHOSTS_MAX", 64)
     held: list[bytes | None] = [None] * 4
     policy = Adaptive(4, held, Order.RETURNS)
     for number in range(200):
@@ -189,7 +189,7 @@ def test_the_order_changes_at_most_once_in_some_minutes(seed):
 
 
 def test_what_the_contest_remembers_has_a_bound(monkeypatch):
-    monkeypatch.setattr(returns, "GHOSTS_MAX", 64)
+    monkeypatch.setattr(reuse, "GHOSTS_MAX", 64)
     judge, sizes = Contest(100, rate_max=1), []
     for number in range(900):
         judge.see(hashes(3 * number, 3), 3, float(number))

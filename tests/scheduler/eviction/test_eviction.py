@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from safe_offload.scheduler.eviction.policies import POLICIES
-from safe_offload.scheduler.eviction.policy import PROTECTED_SHARE, EvictionPolicy, Slru
-from safe_offload.scheduler.eviction.returns import GHOSTS_MAX, Returns
+from safe_offload.scheduler.eviction.policy import PROTECTED_SHARE, EvictionPolicy, Lru, Slru
+from safe_offload.scheduler.eviction.reuse import GHOSTS_MAX, ExpectedReuse
 
 NUM_SLOTS = 24
 
@@ -99,7 +99,7 @@ def test_slru_keeps_the_age_of_what_it_protects_no_more():
 
 
 def test_what_is_only_read_is_evicted_as_if_nothing_had_read_it():
-    for policy in (EvictionPolicy(NUM_SLOTS), Slru(NUM_SLOTS)):
+    for policy in (Lru(NUM_SLOTS), Slru(NUM_SLOTS)):
         policy.release([0, 1], 0.0)
         policy.lease([2])  # a hit
         policy.release([2], 0.0)
@@ -283,7 +283,7 @@ def test_slru_knows_nothing_of_what_a_slot_held_before():
 
 
 def test_returns_keeps_what_comes_back_and_evicts_what_came_later_and_does_not():
-    policy = Returns(6)
+    policy = ExpectedReuse(6)
     policy.release([3, 2, 1, 0, 4, 5], -10.0)
     for index in range(200):
         now_s = 10.0 * index
@@ -296,9 +296,9 @@ def test_returns_keeps_what_comes_back_and_evicts_what_came_later_and_does_not()
     assert policy.evict(2, 1995.0) == [4, 5], "the others are older, and expected"
 
 
-def learned(gap_s: float) -> Returns:
+def learned(gap_s: float) -> ExpectedReuse:
     """A policy that has seen prompts of four slots come back after a gap, and others never."""
-    policy = Returns(NUM_SLOTS)
+    policy = ExpectedReuse(NUM_SLOTS)
     for index in range(200):
         now_s = 2 * gap_s * index
         policy.release([3, 2, 1, 0], now_s)
@@ -318,7 +318,7 @@ def test_returns_evicts_first_what_is_overdue():
 
 
 def test_returns_evicts_first_what_a_conversation_has_gone_on_without():
-    policy = Returns(NUM_SLOTS)
+    policy = ExpectedReuse(NUM_SLOTS)
     for index in range(200):
         policy.release([3, 2, 1, 0], 100.0 * index)
         policy.lease([0, 1])
@@ -334,7 +334,7 @@ def test_returns_evicts_first_what_a_conversation_has_gone_on_without():
 
 def test_returns_learns_of_what_comes_back_after_it_was_evicted():
     hashes: list[bytes | None] = [None] * 8
-    with_ghosts, without = Returns(8, hashes), Returns(8)
+    with_ghosts, without = ExpectedReuse(8, hashes), ExpectedReuse(8)
     for policy in (with_ghosts, without):
         for index in range(200):
             hashes[:4] = b"back", b"b", b"%d" % index, b"o"
@@ -359,7 +359,7 @@ def test_returns_refuses_what_is_worth_less_than_what_would_go():
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_returns_learns_of_what_it_has_refused(comes_back):
-    policy, admitted = Returns(8), []
+    policy, admitted = ExpectedReuse(8), []
     policy.release([3, 2, 1, 0], -40.0)
     for index in range(400):
         if index % 10 == 0:
@@ -370,7 +370,7 @@ def test_returns_learns_of_what_it_has_refused(comes_back):
 
 
 def test_returns_takes_what_goes_on_for_what_it_goes_on_from():
-    policy = Returns(8)
+    policy = ExpectedReuse(8)
     policy.release([5, 4, 1, 0], 0.0)
     for index in range(1, 200):
         policy.lease([0, 1, 4, 5])
@@ -384,7 +384,7 @@ def test_returns_takes_what_goes_on_for_what_it_goes_on_from():
 
 def test_returns_remembers_a_bounded_number_of_what_it_has_evicted():
     hashes: list[bytes | None] = [None] * 4
-    policy, sizes = Returns(4, hashes), []
+    policy, sizes = ExpectedReuse(4, hashes), []
     for index in range(2 * GHOSTS_MAX + 2):
         hashes[0] = b"%08d" % index
         policy.release([0], float(index))

@@ -16,7 +16,7 @@ from safe_offload.compat import cache_hits
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.slots import EngineSlots
-from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.loads.hits import NO_SLOT, RULES, HostHits, needed
 from tests.simulator.groups import BLOCK_TOKENS, Group
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
@@ -49,9 +49,7 @@ def rules_of(*groups: str, slots: EngineSlots) -> Rules:
 
 
 def slots_of(num_groups: int, num_slots: int = 40) -> EngineSlots:
-    slots = EngineSlots(
-        num_slots, Directory(num_slots, num_groups), EvictionPolicy(num_slots), Counters()
-    )
+    slots = EngineSlots(num_slots, Directory(num_slots, num_groups), Lru(num_slots), Counters())
     slots.open(num_slots)
     return slots
 

@@ -12,7 +12,7 @@ from safe_offload.observe.counters import Counters
 from safe_offload.protocol import BadSlots, Capacity, FailureReason, StepPlan, Transfer
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.slots import EngineSlots
-from safe_offload.scheduler.eviction.policy import EvictionPolicy
+from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -199,9 +199,7 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
     monkeypatch.setattr(opening_module, "share_memory", share)
     workers = make_ranks(extra={"self_test": "off"})
     counters = Counters()
-    ranks = Ranks(
-        NUM_RANKS, EngineSlots(12, Directory(12, 1), EvictionPolicy(12), counters), counters
-    )
+    ranks = Ranks(NUM_RANKS, EngineSlots(12, Directory(12, 1), Lru(12), counters), counters)
     for worker in workers:
         worker.settle()
         (facts,) = worker.reports[0].host_facts

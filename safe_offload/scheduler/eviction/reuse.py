@@ -14,8 +14,8 @@ import numpy as np
 
 from safe_offload.scheduler.eviction.policy import EvictionPolicy, Hashes
 
-HORIZON_S = 60.0  # to `Returns` a use so much later is worth half as much
-GHOSTS_MAX = 4096  # evicted batches that `Returns` knows again
+HORIZON_S = 60.0  # a use so much later is worth half as much
+GHOSTS_MAX = 4096  # evicted batches that are known again
 _NUM_AGES = 32
 _ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
 NEW, _LEFT, USED = 0, 1, 2  # kinds; from `USED` on with the mean of the last gaps' age bins
@@ -24,8 +24,10 @@ _NUM_KINDS = USED + _NUM_AGES // 2
 _LEARN_EVERY, _KEPT = 64, 0.99  # batches, after 8, 16, 32 at first; of all counts, each time
 
 
-class Returns(EvictionPolicy):
-    """What is least likely to be used again soon goes first, as far as the past tells.
+class ReuseBatches(EvictionPolicy):
+    """What is released together is a batch; learns from past gaps when batches are used again.
+
+    What is least likely to be used again soon goes first; see `ExpectedReuse`.
 
     What a request releases is a batch, or several: what is new, and what it used of each. A batch
     is of a kind: new, or used again after gaps of this order, or left over where its conversation
@@ -253,6 +255,10 @@ class Returns(EvictionPolicy):
                 offer(kind, end, rest)
 
 
+class ExpectedReuse(ReuseBatches):
+    """What is least likely to be used again soon goes first, as far as the past tells."""
+
+
 def set_each(values: MutableSequence[int], slots: Iterable[int], value: int) -> None:
     """Set the values of slots, without a step of Python for each."""
     deque(map(values.__setitem__, slots, repeat(value)), maxlen=0)
@@ -276,7 +282,7 @@ def _next_kind(kind: int, gap: int) -> int:
 
 @dataclass(slots=True)
 class Batch:
-    """Slots that were released together; `Returns` alone changes it.
+    """Slots that were released together; `ReuseBatches` alone changes it.
 
     Bound: an entry for each slot, of which fewer than half are stale after a lease.
     """
