@@ -50,7 +50,7 @@ else:
 
 
 @dataclass(slots=True)
-class Home:
+class BlockTable:
     """A block table that keeps each of its blocks for as long as it exists.
 
     Attributes:
@@ -98,7 +98,7 @@ class BlockSet:
     Attributes:
         hashes: of each, without its group: what its bytes are found under.
         more_keys: by its hash, what else a block is known under; most have one hash.
-        homes: the block tables that they are in, if none of the blocks can leave them before the
+        kept_in: the block tables that they are in, if none of the blocks can leave them before the
             whole table is gone; None if the blocks must be looked at one by one.
     """
 
@@ -107,11 +107,11 @@ class BlockSet:
     hash_objects: list[bytes] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     more_keys: dict[bytes, list[Key]] = field(default_factory=dict)
-    homes: list[Home] | None = None
+    kept_in: list[BlockTable] | None = None
 
     def given_away(self) -> bool:
         """Whether one of the blocks may hold something else by now."""
-        if self.homes is not None and all(home.stands() for home in self.homes):
+        if self.kept_in is not None and all(table.stands() for table in self.kept_in):
             return False
         return any(map(is_not, hashes_of(self.blocks), self.hash_objects))
 
@@ -137,7 +137,7 @@ class BlockSet:
             [self.hash_objects[index] for index in indices],
             hashes,
             more_keys,
-            self.homes,
+            self.kept_in,
         )
 
     def add(
@@ -176,7 +176,7 @@ class GpuBlocks:
         """The id of the block that stands for no block."""
         return int(self._pool.null_block.block_id)
 
-    def has_homes(self, group_idx: int) -> bool:
+    def keeps_blocks(self, group_idx: int) -> bool:
         """Whether no block of the group leaves a table before all do."""
         return self._keeps_blocks[group_idx]
 
@@ -188,7 +188,7 @@ class GpuBlocks:
         """
         kept = None
         for group_idx in group_ids:
-            if not self.has_homes(group_idx):
+            if not self.keeps_blocks(group_idx):
                 is_window = self.is_window(group_idx)
                 num_tokens = self._managers[group_idx].sliding_window - 1 if is_window else 0
                 kept = num_tokens if kept is None else min(kept, num_tokens)

@@ -20,13 +20,13 @@ from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
+from safe_offload.scheduler.outdated import Outdated
 from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods, together
 from safe_offload.scheduler.pending import Ledger, Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
-from safe_offload.scheduler.stores.outdated import Outdated
 from safe_offload.scheduler.stores.stores import Stores
 from safe_offload.sides import SchedulerSide
 
@@ -255,7 +255,7 @@ class Planner(SchedulerSide):
             if phase is not Phase.RUNNING:
                 return 0
             self._preempt(state)
-        if self.loads.holds_up():
+        if self.loads.waits_for_failed():
             return None
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
@@ -305,7 +305,7 @@ class Planner(SchedulerSide):
         if state.phase is Phase.RUNNING:
             self._preempt(state)
         if num_external_tokens <= 0:
-            self.loads.run(state)
+            self.loads.compute(state)
             state.move(Phase.RUNNING)
             self.policy.run(state)
         else:

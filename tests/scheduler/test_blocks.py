@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
-from safe_offload.scheduler.blocks import BlockSet, Home
+from safe_offload.scheduler.blocks import BlockSet, BlockTable
 from safe_offload.scheduler.cache.directory import Key
 
 
@@ -49,7 +49,7 @@ def test_blocks_in_a_table_that_stands_are_nobody_elses():
     found = blocks_of(2)
     table: list[Any] = list(found.blocks)
     tables = {"a": table}
-    found.homes = [Home(tables, "a", table)]
+    found.kept_in = [BlockTable(tables, "a", table)]
     assert not found.given_away()
     tables["a"] = list(table)  # another life of the request
     assert not found.given_away(), "the hashes still say so"
@@ -62,7 +62,7 @@ def test_blocks_in_a_table_that_stands_are_nobody_elses():
 def test_one_table_that_is_gone_makes_all_blocks_be_looked_at():
     found = blocks_of(2)
     table: list[Any] = []
-    found.homes = [Home({"a": table}, "a", table), Home({}, "b", [])]
+    found.kept_in = [BlockTable({"a": table}, "a", table), BlockTable({}, "b", [])]
     found.blocks[1].reset_hash()
     assert found.given_away()
 

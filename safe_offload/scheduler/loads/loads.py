@@ -85,8 +85,10 @@ class Loads:
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
-        self._unrun: set[RequestState] = set()  # whose load has failed since they ran last
-        self._holders: dict[RequestState, None] = {}  # who may hold blocks as `holds_up` says
+        self._failed: set[RequestState] = set()  # whose load has failed since they ran last
+        self._holders: dict[
+            RequestState, None
+        ] = {}  # of whom vLLM may hold blocks
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -157,7 +159,7 @@ class Loads:
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
-        elif self._unrun:
+        elif self._failed:
             # vLLM found too few blocks, and may have reserved them for one that holds none now.
             return None
         return hit.num_tokens
@@ -354,7 +356,7 @@ class Loads:
             all_slots += slots
         return all_block_ids, all_slots
 
-    def run(self, state: RequestState) -> None:
+    def compute(self, state: RequestState) -> None:
         """A request goes on without a load: it may be offered hits and loads again."""
         if self._admission.holders:
             self._admission.release(state)
@@ -374,10 +376,10 @@ class Loads:
         """
         self.progress[state].must_compute = True
         if not state.finished:
-            self._unrun.add(state)
+            self._failed.add(state)
             self._holders[state] = None
 
-    def holds_up(self) -> bool:
+    def waits_for_failed(self) -> bool:
         """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
 
         It frees or uses them when it comes to that request in its queue, and stops at the first
@@ -392,7 +394,7 @@ class Loads:
         return False
 
     def _has_run(self, state: RequestState) -> None:
-        self._unrun.discard(state)
+        self._failed.discard(state)
         self._holders.pop(state, None)
 
     def end(self, state: RequestState) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.blocks import (
     BlockSet,
-    Home,
+    BlockTable,
     find_more_keys,
     get_block_hash,
     hashes_of,
@@ -31,7 +31,7 @@ from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import make_schedule
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -80,7 +80,7 @@ class EagerStores(StorePolicy):
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
         extras = make_extras(hits, gpu)
-        schedule = make_schedule(extras, sizes, num_decode_tokens_max, kept)
+        schedule = StoreSchedule(sizes, num_decode_tokens_max, extras, kept)
         super().__init__(hits, gpu, stores, schedule, extras)
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
@@ -149,7 +149,7 @@ class EagerStores(StorePolicy):
             rescued = self._stores.take_left_over(state)
             for snapshot in self._snapshots.pop(state, ()):
                 first = progress.cursors_before[snapshot.group_idx]
-                rescued += self._camera.unsaved(state, snapshot, first, given_out)
+                rescued += self._snapshot_taker.unsaved(state, snapshot, first, given_out)
             for blocks in rescued:
                 self._stores.rescue(blocks)
 
@@ -180,7 +180,7 @@ class EagerStores(StorePolicy):
                 if taken:
                     del snapshots[state]
             elif not (taken and taken[0].is_current(state.request)):
-                snapshots[state] = self._camera.take(state, is_decoding=True)
+                snapshots[state] = self._snapshot_taker.take(state, is_decoding=True)
             if state in left_over or state in loaded:
                 self._store_computed([state], is_intact=True)
             else:
@@ -273,8 +273,8 @@ class EagerStores(StorePolicy):
         by_state = self.progress
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
-            homes: list[Home] | None = [] if self._gpu.has_homes(group_idx) else None
-            blocks, owners, num_found = BlockSet(group_idx, homes=homes), [], 0
+            kept_in: list[BlockTable] | None = [] if self._gpu.keeps_blocks(group_idx) else None
+            blocks, owners, num_found = BlockSet(group_idx, kept_in=kept_in), [], 0
             for state in states:
                 request = state.request
                 request_id = request.request_id
@@ -295,8 +295,8 @@ class EagerStores(StorePolicy):
                 if num_added:
                     num_found += num_added
                     owners.append((state, num_added))
-                    if homes is not None:
-                        homes.append(Home(tables, request_id, table))
+                    if kept_in is not None:
+                        kept_in.append(BlockTable(tables, request_id, table))
             if blocks.blocks:
                 found.append((blocks, owners))
         return found, present

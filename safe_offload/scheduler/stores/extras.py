@@ -62,7 +62,7 @@ class Extras:
         return f"Extras({len(self._held)} requests, {len(self._waiting)} blocks stay)"
 
     def look(self, state: RequestState, num_computed_tokens: int) -> None:
-        """A request computes on.
+        """A request computes on: note what that has hashed, and move its boundary.
 
         Args:
             num_computed_tokens: with those of the step that is planned.
@@ -72,6 +72,7 @@ class Extras:
             held = self._held[state] = deque()
             self._spare_hit(state)
         self._note(state, num_computed_tokens)
+        self.boundaries.move(state, num_computed_tokens)
         while held and not any(self._stands(one) and one.block.ref_cnt for one in held[0]):
             self._left += held.popleft()
 

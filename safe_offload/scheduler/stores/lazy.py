@@ -16,7 +16,7 @@ from safe_offload.scheduler.blocks import (
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import make_schedule
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -62,7 +62,7 @@ class LazyStores(StorePolicy):
     ) -> None:
         sizes = hits.geometry.group_block_sizes
         extras = make_extras(hits, gpu)
-        schedule = make_schedule(extras, sizes, num_decode_tokens_max, is_lazy=True)
+        schedule = StoreSchedule(sizes, num_decode_tokens_max, extras, is_lazy=True)
         super().__init__(hits, gpu, stores, schedule, extras)
         self._num_step_blocks = num_step_blocks
         # More than the host holds would push out what was just stored, step after step.
@@ -172,7 +172,7 @@ class LazyStores(StorePolicy):
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
             for snapshot in self._snapshots.pop(state, ()):
-                lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)
+                lost, _ = self._snapshot_taker.unsaved(state, snapshot, 0, given_out)
                 self._stores.rescue(lost)
 
     def find(
@@ -186,7 +186,7 @@ class LazyStores(StorePolicy):
         for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
             taken, is_decoding = self._snapshots.get(state), state in self.schedule.decoding
             if not (is_decoding and taken and taken[0].is_current(state.request)):
-                self._snapshots[state] = self._camera.take(state, is_decoding=is_decoding)
+                self._snapshots[state] = self._snapshot_taker.take(state, is_decoding=is_decoding)
         for blocks in self._given_away():
             self._stores.add(self._stores.missing(blocks), None, is_intact=False)
         if book.num_live:  # else an idle engine would store without end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
+from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -49,7 +49,7 @@ class StorePolicy:
         self._stores = stores
         self.schedule = schedule
         self.extras = extras
-        self._camera = Camera(hits.geometry, gpu)
+        self._snapshot_taker = SnapshotTaker(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
         self._tables: dict[RequestState, list[Sequence[KVCacheBlock]]] = {}
         """Of each request that has run and not ended, the block tables that it had last."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.requests import Phase
 
@@ -37,6 +37,7 @@ class StoreSchedule:
     Args:
         block_sizes: tokens of a block, of each KV cache group.
         num_decode_tokens_max: the most tokens that a request which decodes computes in one step.
+        extras: are looked at with each request; None if no boundary is ever moved.
         num_tokens_kept: the fewest tokens that a request computes before a full block leaves its
             table; None if blocks never do. Looks are no further apart.
         is_lazy: nothing is stored while its request runs.
@@ -50,10 +51,12 @@ class StoreSchedule:
         self,
         block_sizes: Sequence[int],
         num_decode_tokens_max: int,
+        extras: Extras | None,
         num_tokens_kept: int | None = None,
         *,
         is_lazy: bool = False,
     ) -> None:
+        self._extras = extras
         self._block_size = math.gcd(*block_sizes)
         self._num_decode_tokens_max = num_decode_tokens_max
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
@@ -78,6 +81,8 @@ class StoreSchedule:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
+        if self._extras is not None:
+            self._extras.end(state)
         self.decoding.discard(state)
         self._num_computed.pop(state, None)
 
@@ -114,11 +119,15 @@ class StoreSchedule:
             else:
                 found.append(state)
                 self._plan_next(state, num_tokens)
+        if self._extras is not None and found and self.num_steps_between:
+            self._extras.plan()
         return found
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         request = state.request
         num_tokens, num_computed = request.num_tokens, request.num_computed_tokens + num_scheduled
+        if self._extras is not None:
+            self._extras.look(state, num_computed)
         if num_computed < num_tokens:
             self.decoding.discard(state)
             self._next[state] = None
@@ -133,41 +142,3 @@ class StoreSchedule:
         step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
         step += -step % self.num_steps_between  # to the next multiple
         self._later.setdefault(step, []).append(state)
-
-
-class MovingSchedule(StoreSchedule):
-    """The same, and moves the boundary of each request that is looked at."""
-
-    def __init__(self, extras: Extras, *what: Any, is_lazy: bool) -> None:
-        super().__init__(*what, is_lazy=is_lazy)
-        self._boundaries = extras.boundaries
-        self._extras = extras
-
-    def end(self, state: RequestState) -> None:
-        """A request has ended."""
-        super().end(state)
-        self._extras.end(state)
-
-    def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
-        """Return the requests to look at; if not lazy, extras may be reused from now on."""
-        found = super().due(scheduled)
-        if found and self.num_steps_between:
-            self._extras.plan()
-        return found
-
-    def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
-        num_computed_tokens = state.request.num_computed_tokens + num_scheduled
-        self._extras.look(state, num_computed_tokens)
-        self._boundaries.move(state, num_computed_tokens)
-        super()._plan_next(state, num_scheduled)
-
-
-def make_schedule(extras: Extras | None, *what: Any, is_lazy: bool = False) -> StoreSchedule:
-    """Return a schedule; where there are boundaries to move, it moves them.
-
-    Args:
-        what, is_lazy: see `StoreSchedule`.
-    """
-    if extras is None:
-        return StoreSchedule(*what, is_lazy=is_lazy)
-    return MovingSchedule(extras, *what, is_lazy=is_lazy)

@@ -100,7 +100,7 @@ class Snapshot:
         return lost, waiting
 
 
-class Camera:
+class SnapshotTaker:
     """Takes snapshots, and finds in them what is not stored; it has no state.
 
     Bound: an entry for each KV cache group.

@@ -53,10 +53,10 @@ def scheduler_bytes(planner: Any) -> int:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.blocks import GpuBlocks, Home, QueuePlace
+    from safe_offload.scheduler.blocks import BlockTable, GpuBlocks, QueuePlace
 
     gc.collect()
-    foreign = (*NOT_OURS, Request, GpuBlocks, Home, QueuePlace, KVCacheConfig, KVCacheSpec)
+    foreign = (*NOT_OURS, Request, GpuBlocks, BlockTable, QueuePlace, KVCacheConfig, KVCacheSpec)
     seen: set[int] = set()
     stack, total = [planner], 0
     while stack:

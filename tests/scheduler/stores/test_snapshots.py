@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from safe_offload.compat.block_ids import allocated_block_ids
-from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
+from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
 from tests.counts import num_failed
 from tests.scheduler.rig import Rig
 from tests.simulator.device import CopyFault
@@ -178,7 +178,7 @@ def test_blocks_that_vllm_does_not_publish_are_not_rescued(publishable, num_kept
         request.num_publishable_block_hashes = publishable
     state: Any = SimpleNamespace(request=request, limits=SimpleNamespace(store_tokens=None))
     snapshot = Snapshot(0, [KVCacheBlock(n) for n in range(3)], None, 6)
-    lost, _ = Camera(geometry, gpu).unsaved(state, snapshot, 0, {0, 1, 2})
+    lost, _ = SnapshotTaker(geometry, gpu).unsaved(state, snapshot, 0, {0, 1, 2})
     assert len(lost.blocks) == num_kept
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.blocks import Home, block_hash_of, get_block_hash
+from safe_offload.scheduler.blocks import BlockTable, block_hash_of, get_block_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ class _Table:
         watched: those after them, at the last look. They may leave the table with a new hash.
     """
 
-    home: Home
+    kept_in: BlockTable
     group_idx: int
     num_seen: int = 0
     watched: Sequence[KVCacheBlock] = ()
@@ -81,7 +81,7 @@ class Outdated:
         for group_idx in range(self._gpu.num_groups):
             tables, _ = self._gpu.tables_of(group_idx)
             if table := tables.get(request_id):
-                found.append(_Table(Home(tables, request_id, table), group_idx))
+                found.append(_Table(BlockTable(tables, request_id, table), group_idx))
                 found[-1].watched = list(table)
         if found:
             self.tables[state] = found
@@ -123,7 +123,7 @@ class Outdated:
                 taken.add(block.block_id)
                 is_shared |= block.ref_cnt > num_owners
             table.num_seen = self._num_hashed(table, state.request)
-            table.watched = table.home.table[table.num_seen :]
+            table.watched = table.kept_in.table[table.num_seen :]
         return is_shared
 
     def _found_by_others(self, book: Iterable[RequestState], taken: set[int]) -> list[RequestState]:
@@ -153,7 +153,7 @@ class Outdated:
 
     def _stands(self, state: RequestState) -> bool:
         """Whether a request is known, and still has a table that it had then."""
-        return any(table.home.stands() for table in self.tables.get(state, ()))
+        return any(table.kept_in.stands() for table in self.tables.get(state, ()))
 
     def _hashed_since(
         self, table: _Table, state: RequestState
@@ -164,11 +164,11 @@ class Outdated:
         this request, it comes from here, unless the request has begun again and computed it anew.
         What it has found in vLLM's cache when it began again it has not.
         """
-        home = table.home
-        present, stands = home.table[table.num_seen :], home.stands()
+        kept_in = table.kept_in
+        present, stands = kept_in.table[table.num_seen :], kept_in.stands()
         kept_ids = {block.block_id for block in present if stands}
         num_found = state.request.num_computed_tokens // self._gpu.block_tokens(table.group_idx)
-        anew = () if stands else home.tables.get(home.request_id, ())[num_found:]
+        anew = () if stands else kept_in.tables.get(kept_in.request_id, ())[num_found:]
         anew_ids = {block.block_id for block in anew}
         own: set[bytes] = set()
         length = 0
@@ -194,7 +194,7 @@ class Outdated:
         _, nums_hashed = self._gpu.tables_of(table.group_idx)
         prompt_end = int(request.num_prompt_tokens) - 1
         num_before = prompt_end // self._gpu.block_tokens(table.group_idx)
-        return min(nums_hashed.get(table.home.request_id, 0), num_before)
+        return min(nums_hashed.get(table.kept_in.request_id, 0), num_before)
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
