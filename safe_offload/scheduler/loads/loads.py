@@ -86,9 +86,7 @@ class Loads:
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
         self._failed: set[RequestState] = set()  # whose load has failed since they ran last
-        self._holders: dict[
-            RequestState, None
-        ] = {}  # of whom vLLM may hold blocks
+        self._holders: dict[RequestState, None] = {}  # of whom vLLM may hold blocks
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
