@@ -42,7 +42,7 @@ LONGEST = tuple(
         *("scheduler/test_internal_errors", "worker/copies/test_gpu", "simulator/test_runs"),
         *("commands/bench/test_tier", "benchmarks/test_scheduler", "benchmarks/test_shared"),
         *("simulator/test_digests", "simulator/test_swarm", "worker/memory/test_shared_memory"),
-        *("tiers/test_hostile", "benchmarks/test_layouts", "benchmarks/test_fleet"),
+        *("tiers/test_hostile", "benchmarks/test_layouts"),
     )
 )
 """Files in the order in which they begin; the others follow."""

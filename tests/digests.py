@@ -48,12 +48,12 @@ def digests(profiles: list[str], seeds: range, num_processes: int) -> Iterator[s
 
 def counts() -> Iterator[str]:
     """Yield a line for each trace, connector and hook: instructions, calls of functions."""
-    from tests.benchmarks.scheduler import CASES, SchedulerOptions, measure
+    from tests.benchmarks.scheduler import SchedulerOptions, measure
     from tests.benchmarks.scheduler_measure import COPY_STEPS
     from tests.benchmarks.scheduler_traces import TRACES
 
     options = SchedulerOptions(
-        traces=(*TRACES, CASES),
+        traces=tuple(TRACES),
         connectors=CONNECTORS,
         rounds=1,
         copy_steps=COPY_STEPS,
@@ -68,9 +68,6 @@ def counts() -> Iterator[str]:
             for hook, count in sorted(hooks.items()):
                 what = f"{name} {connector} {hook}"
                 yield f"{what:56} {count.instructions:9} {count.functions:8}"
-    for connector, grown in report.growth.items():
-        for growth in grown:
-            yield f"{f'behind {growth.num_stored} {connector} all':56} {'':9} {growth.functions:8}"
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import tempfile
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--extra", type=json.loads, default={}, metavar="JSON", help="more settings of ours")
     add("--url", nargs="+", default=[], metavar="NAME=URL", help="running servers, plain one first")
     add("--tokenizer", help="of the running servers' model: a name or a folder (the model's name)")
-    add("--virtual", action="store_true", help="on virtual time: no client, no servers, no noise")
     add("--aiperf", type=Path, default=AIPERF, metavar="FILE", help="(%(default)s)")
     add("--logs", type=Path, metavar="FOLDER", help="keep logs and aiperf's results here")
     add_output_arguments(parser)
@@ -78,7 +76,7 @@ def _numbers(text: str) -> list[int]:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks agents`."""
     machine = describe_machine()
-    if not (arguments.virtual or arguments.aiperf.is_file()):
+    if not arguments.aiperf.is_file():
         raise ConfigError(f"--aiperf {arguments.aiperf}: there is no such file; run `make aiperf`")
     recorded = agents_traces.read(arguments.traces)
     sections: list[str] = []
@@ -86,8 +84,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="safe-offload-agents-") as temporary:
         folder = arguments.logs or Path(temporary)
         for model in arguments.models if not arguments.url else ["running servers"]:
-            how = (model, recorded, arguments)
-            found, names = simulate(*how) if arguments.virtual else measure(*how, folder / model)
+            found, names = measure(model, recorded, arguments, folder / model)
             ours, *limits = names[1:] or names
             sections += make_sections(model, found, ours, limits)
             figures[model] = to_figures(found)
@@ -97,11 +94,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _describe(arguments: argparse.Namespace) -> str:
-    how = "on virtual time" if arguments.virtual else "by aiperf, after a warm-up round"
     return (
-        f"Recorded agents, contexts and times divided by {arguments.scale}, replayed {how}; "
-        f"{arguments.turns} requests a user\nand round, {arguments.rounds} rounds, other "
-        "conversations in each. The servers take turns. Median (lowest to highest) of the rounds."
+        f"Recorded agents, contexts and times divided by {arguments.scale}, replayed by aiperf, "
+        f"after a warm-up round;\n{arguments.turns} requests a user and round, {arguments.rounds} "
+        "rounds, other conversations in each.\nThe servers take turns. Median (lowest to highest) "
+        "of the rounds."
     )
 
 
@@ -145,29 +142,6 @@ def draw(
     number, longest = SPARE * users, arguments.max_context
     chosen = agents_traces.choose(recorded, number, longest, arguments.turns, seed)
     return [agents_traces.scale(one, arguments.scale) for one in chosen]
-
-
-def simulate(
-    model: str, recorded: Sequence[Conversation], arguments: argparse.Namespace
-) -> tuple[Found, list[str]]:
-    """Return the runs on virtual time."""
-    from tests.benchmarks import agents_virtual  # needs vLLM
-
-    logging.disable(logging.CRITICAL)
-    sizes, kind = _sizes(recorded, arguments), cast(Kind, model)
-    servers = agents_virtual.server_sets(kind, sizes)
-    num_slots = sizes.num_blocks(kind, sizes.host_users)
-    found: Found = {users: {name: [] for name in servers} for users in arguments.users}
-    for users, by_name in found.items():
-        for round_index in range(1, arguments.rounds + 1):
-            drawn = draw(recorded, arguments, users, f"{arguments.seed}/{round_index}/{users}")
-            for name, what in servers.items():
-                how = num_slots, sizes.context_tokens_max, users
-                engine = agents_virtual.make_engine(kind, *what, *how)
-                every_s = USER_EVERY_S / arguments.scale
-                asks = [agents_virtual.asks_of(*one) for one in enumerate(drawn[:users])]
-                by_name[name].append(agents_virtual.replay(engine, asks, every_s))
-    return found, list(servers)
 
 
 def _sizes(recorded: Sequence[Conversation], arguments: argparse.Namespace) -> Sizes:

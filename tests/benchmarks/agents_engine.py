@@ -32,8 +32,7 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from tests.benchmarks import agents_traces, connectors
-from tests.benchmarks.agents_traces import Conversation
-from tests.benchmarks.agents_virtual import make_prompt
+from tests.benchmarks.agents_traces import Conversation, make_prompt
 from tests.benchmarks.engines import TIMEOUT_S, with_model
 from tests.gpu import shapes
 

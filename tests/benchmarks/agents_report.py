@@ -23,9 +23,6 @@ SOURCES = {"GPU": "local_cache_hit", "host": "external_kv_transfer", "computed":
 
 Times = dict[str, dict[str, float]]
 
-ROUNDING_MS = 1e-6
-"""Of sums of virtual time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -121,7 +118,7 @@ def late_figures(runs: Sequence[Run], none: Sequence[Run]) -> list[str]:
     for name in TIMES:
         for what in STATISTICS:
             ours, theirs = ([run.times_ms[name][what] for run in some] for some in (runs, none))
-            if min(ours) > max(theirs) + ROUNDING_MS:
+            if min(ours) > max(theirs):
                 late.append(f"{what} {name} ({spread(ours, ',.0f')}, {spread(theirs, ',.0f')} ms)")
     return late
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,3 +182,12 @@ def mean_context(conversations: Sequence[Conversation]) -> float:
     """Return the mean tokens of a prompt, which is what a user has under way."""
     sizes = [one.num_tokens for each in conversations for one in each.requests]
     return sum(sizes) / len(sizes)
+
+
+def make_prompt(user: int, turn: int, request: Request) -> list[int]:
+    """Return tokens that two prompts of a conversation share where they share blocks."""
+    tokens: list[int] = []
+    for block_id in request.block_ids:
+        tokens += [zlib.crc32(f"{user}/{block_id}".encode())] * BLOCK_TOKENS
+    rest = zlib.crc32(f"{user}, {turn}".encode())
+    return tokens + [rest] * (request.num_tokens - len(tokens))

@@ -7,7 +7,6 @@ or that the policy gives up, and at its end the prompt releases its slots, tail 
 
 import functools
 import hashlib
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,33 +141,6 @@ def _leading(prompt: Prompt, present: dict[bytes, int] | OrderedDict[bytes, None
     return len(prompt)
 
 
-def best_possible(trace: Trace, num_slots: int) -> float:
-    """Return the hit rate where the block goes, or is not kept, that is used again the latest.
-
-    Of two that are used again at the same time the one further back goes; no prompt keeps leases.
-    """
-    never = len(trace.prompts)
-    following: dict[bytes, int] = {}
-    uses: list[list[int]] = []
-    for index in range(never - 1, -1, -1):
-        prompt = trace.prompts[index]
-        uses.append([following.get(key, never) for key in prompt])
-        following.update(dict.fromkeys(prompt, index))
-    held: dict[bytes, int] = {}
-    queue: list[tuple[int, int, bytes]] = []
-    num_hit = 0
-    for prompt in trace.prompts:
-        num_hit += _leading(prompt, held)
-        for depth, (key, use) in enumerate(zip(prompt, uses.pop(), strict=True)):
-            held[key] = use
-            heapq.heappush(queue, (-use, -depth, key))
-        while len(held) > num_slots:
-            use, _, key = heapq.heappop(queue)
-            if held.get(key) == -use:
-                del held[key]
-    return num_hit / trace.num_blocks
-
-
 def replay(
     trace: Trace,
     make_policy: MakePolicy,
@@ -180,7 +152,7 @@ def replay(
     model = HostModel(make_policy, num_slots, num_gpu_blocks, num_running)
     num_gpu = num_hit = 0
     for index, prompt in enumerate(trace.prompts):
-        by_gpu, by_host = model.add(prompt, trace.arrivals_s[index] if trace.arrivals_s else index)
+        by_gpu, by_host = model.add(prompt, index)
         num_gpu += by_gpu
         num_hit += by_host
     return Replay(num_slots, num_hit, num_gpu, trace.num_blocks)

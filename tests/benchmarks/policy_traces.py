@@ -1,21 +1,16 @@
-"""The block-level traces of the benchmark `policies`: which blocks each prompt has.
+"""Block-level traces: which blocks each prompt has.
 
 A trace is made of a seed and nothing else. A block is named by a key, as a chained block hash names
 it: two prompts share a key only if they share all keys before it.
 """
 
-import gzip
 import heapq
 import itertools
-import json
 import math
 import random
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from safe_offload.errors import ConfigError
+from dataclasses import dataclass
 
 SEED = 1
 MOONCAKE_BLOCKS_MAX = 250
@@ -27,11 +22,9 @@ Prompt = list[bytes]
 class Trace:
     """Prompts in the order of their arrival."""
 
-    name: str  # for people and for `--traces`
+    name: str  # for people
     what: str  # one line
     prompts: list[Prompt]  # the keys of each prompt's blocks; every block is full
-    arrivals_s: list[float] = field(default_factory=list)  # if empty, one a second
-    unit: int = 0  # blocks of which sizes are shares; 0 for those of the working set
 
     @property
     def num_blocks(self) -> int:
@@ -179,69 +172,6 @@ GENERATORS: dict[str, tuple[str, Generator]] = {
     "mooncake": ("conversations and tool calls, shaped after Mooncake's traces", _mooncake),
     "uniform": ("a prompt at random", _uniform),
 }
-
-
-def read_agents(path: Path, num_users: int, num_prompts: int, skip: int = 0) -> Trace:
-    """Replay recorded conversations in blocks of 512 tokens: one user, one at a time.
-
-    Args:
-        path: a list of conversations, each with `tool_tokens`, `system_tokens` and `requests`,
-            which are [time, think time, time of the answer, tokens, tokens of the answer, runs of
-            ids of blocks of 64 tokens]; compressed.
-        skip: conversations, after they were shuffled.
-    """
-    conversations = json.loads(gzip.decompress(path.read_bytes()))
-    random.Random(0).shuffle(conversations)
-    del conversations[:skip]
-    names: dict[tuple[object, int], bytes] = {}
-    under_way: dict[int, int] = {}
-    due = [(7.0 * user, user, -1, 0) for user in range(num_users)]
-    prompts: list[Prompt] = []
-    arrivals_s: list[float] = []
-    contexts = num_begun = 0
-    while len(prompts) < num_prompts:
-        now_s, user, index, turn = heapq.heappop(due)
-        if index < 0:
-            if num_begun == len(conversations):
-                break
-            index, num_begun = num_begun, num_begun + 1
-        conversation = conversations[index]
-        head = conversation["tool_tokens"], conversation["system_tokens"]
-        requests = conversation["requests"]
-        _, _, answer_s, _, _, runs = requests[turn]
-        ids = [id_ for first, count in runs for id_ in range(first, first + count)][7::8]
-        owned = (((head if id_ < sum(head) // 512 else index), id_) for id_ in ids)
-        prompts.append([names.setdefault(key, len(names).to_bytes(8, "big")) for key in owned])
-        arrivals_s.append(now_s)
-        under_way[user] = len(ids)
-        contexts += sum(under_way.values())
-        if turn + 1 < len(requests):
-            later_s = answer_s + min(300.0, requests[turn + 1][1])
-            heapq.heappush(due, (now_s + later_s, user, index, turn + 1))
-        else:
-            heapq.heappush(due, (now_s + answer_s + 5.0, user, -1, 0))
-    what = f"{num_users} recorded agents; sizes are shares of the contexts under way"
-    return Trace(path.name, what, prompts, arrivals_s, contexts // len(prompts))
-
-
-def read_trace(path: Path) -> Trace:
-    """Read a trace in the format of Mooncake's: JSON lines with `hash_ids`."""
-    prompts: list[Prompt] = []
-    arrivals_s: list[float] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                request = json.loads(line)
-                ids: list[int] = request["hash_ids"]
-                arrivals_s.append(request.get("timestamp", 1000 * len(prompts)) / 1000)
-                prompts.append([id_.to_bytes(8, "big") for id_ in ids])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--file {path}: expected JSON lines with hash_ids; {type(error).__name__}: {error}"
-        ) from error
-    if not any(prompts):
-        raise ConfigError(f"--file {path}: expected JSON lines with hash_ids, found no block")
-    return Trace(path.stem, f"read from {path.name}", prompts, arrivals_s)
 
 
 def make_trace(name: str, num_prompts: int, seed: int = SEED) -> Trace:

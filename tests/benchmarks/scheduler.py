@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import ConfigError, SafeOffloadError
-from tests.benchmarks import scheduler_cases as cases
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import (
@@ -25,12 +24,6 @@ from tests.benchmarks.scheduler_measure import (
 from tests.benchmarks.scheduler_probe import WrapperCost, measure_wrapper_cost
 from tests.benchmarks.scheduler_report import NOTHING, SchedulerFound, TraceFound, draw, make_report
 from tests.benchmarks.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
-
-QUICK_FACTORS = cases.STORED_FACTORS[:2]
-COUNTED_REQUESTS = 6
-"""Of the load behind stored blocks: counting takes some twenty times as long as running."""
-CASES = "cases"
-"""Not a trace: back to back, the hit of 90,000 tokens, growth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ Say = Callable[[str], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--traces", nargs="+", choices=[*TRACES, CASES], default=[*TRACES, CASES], metavar="TRACE")
+    add("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), metavar="TRACE")
     add("--connectors", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], metavar="NAME")
     add("--rounds", type=int, default=5, help="(%(default)s)")
     add("--quick", action="store_true", help="a quarter of the users, prompts and blocks")
@@ -83,12 +76,10 @@ def measure(options: SchedulerOptions, say: Say) -> SchedulerFound:
     found = SchedulerFound(cost, asdict(options))
     share = QUICK_SHARE if options.is_quick else 1
     for name in options.traces:
-        for layout in LAYOUTS if name != CASES else ():
+        for layout in LAYOUTS:
             trace = make_trace(name, layout, seed=options.seed, share=share)
             say(f"{trace.name}: {trace.num_requests} requests")
             found.traces[trace.name] = measure_trace(trace, options, cost)
-    if CASES in options.traces:
-        _measure_cases(found, options, say)
     return found
 
 
@@ -115,38 +106,12 @@ def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) ->
     return found
 
 
-def _measure_cases(found: SchedulerFound, options: SchedulerOptions, say: Say) -> None:
-    say("back to back")
-    for name in options.connectors:
-        found.waits[name] = [cases.wait_back_to_back(name, steps) for steps in cases.HELD_STEPS]
-    say("a hit of 90,000 tokens")
-    for layout in LAYOUTS if not options.is_counting else ():
-        hits: dict[str, list[cases.Hit]] = {name: [] for name in _with_hooks(options)}
-        for _ in range(options.rounds):
-            for name in hits:
-                hits[name] += cases.measure_hits(name, layout, options.copy_steps, found.cost)
-        found.hits[layout] = {name: cases.median_hit(each) for name, each in hits.items() if each}
-    say("growth")
-    for name in _with_hooks(options):
-        found.growth[name] = [
-            _grow(name, factor, options, found.cost)
-            for factor in (QUICK_FACTORS if options.is_quick else cases.STORED_FACTORS)
-        ]
-
-
-def _grow(name: str, factor: int, options: SchedulerOptions, cost: WrapperCost) -> cases.Growth:
-    if options.is_counting:
-        case = cases.GrowthCase(factor, COUNTED_REQUESTS)
-        return cases.count_growth(name, case, options.copy_steps)
-    return cases.measure_growth(name, cases.GrowthCase(factor), options.copy_steps, cost)
-
-
 def _with_hooks(options: SchedulerOptions) -> Sequence[str]:
     return [name for name in options.connectors if name != NOTHING]
 
 
 def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
-    if arguments.plot and (arguments.counts or arguments.traces == [CASES]):
+    if arguments.plot and arguments.counts:
         raise ConfigError("--plot: expected times of traces to draw. Fix: leave it out")
     return SchedulerOptions(
         traces=tuple(arguments.traces),

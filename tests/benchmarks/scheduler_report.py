@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from safe_offload.commands.bench.report import Report, table
-from tests.benchmarks.scheduler_cases import Growth, Hit, Wait
 from tests.benchmarks.scheduler_measure import Facts, Timing
 from tests.benchmarks.scheduler_probe import Counts, WrapperCost
 
@@ -52,9 +51,6 @@ class SchedulerFound:
     cost: WrapperCost
     options: dict[str, Any]
     traces: dict[str, TraceFound] = field(default_factory=dict)
-    waits: dict[str, list[Wait]] = field(default_factory=dict)
-    hits: dict[str, dict[str, Hit]] = field(default_factory=dict)
-    growth: dict[str, list[Growth]] = field(default_factory=dict)
 
 
 def make_report(found: SchedulerFound, machine: dict[str, Any]) -> Report:
@@ -67,20 +63,10 @@ def make_report(found: SchedulerFound, machine: dict[str, Any]) -> Report:
                 name: asdict(trace) | {"ratios": {mine: _ratios(trace, mine) for mine in RIVALS}}
                 for name, trace in found.traces.items()
             },
-            "back_to_back": _as_dicts(found.waits),
-            "hits": {
-                layout: {name: asdict(hit) for name, hit in hits.items()}
-                for layout, hits in found.hits.items()
-            },
-            "growth": _as_dicts(found.growth),
         },
         options=found.options,
         machine=machine,
     )
-
-
-def _as_dicts(rows: dict[str, list[Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [asdict(row) for row in found] for name, found in rows.items()}
 
 
 def _ratios(trace: TraceFound, name: str) -> dict[str, float | None]:
@@ -126,18 +112,6 @@ def _sections(found: SchedulerFound) -> Iterator[str]:
             yield "total ms, median us, p99 us of a call, calls\n" + _hooks_table(trace)
         if trace.counts:
             yield "bytecode instructions (calls of functions)\n" + _counts_table(trace)
-    if found.waits:
-        yield (
-            "== back to back: each of two requests takes 62 % of the GPU's blocks; the second"
-            " waits\n" + _waits_table(found)
-        )
-    for layout, hits in found.hits.items():
-        yield f"== a hit of 90,000 tokens, {layout}: us per 1,000 blocks\n" + _hits_table(hits)
-    if found.growth:
-        yield (
-            "== the same small load behind more stored blocks: hooks in a step, in all, calls\n"
-            + table([[name, *map(_growth_cell, grown)] for name, grown in found.growth.items()])
-        )
 
 
 def _facts_table(trace: TraceFound) -> str:
@@ -203,32 +177,6 @@ def _counts_table(trace: TraceFound) -> str:
         for hook, row in rows
     ]
     return table([["", *names], *cells])
-
-
-def _waits_table(found: SchedulerFound) -> str:
-    held = [wait.held_steps for wait in next(iter(found.waits.values()))]
-    rows = [
-        [name, *(f"{w.num_steps} steps, {w.scheduler_ns / 1e6:.2f} ms" for w in waits)]
-        for name, waits in found.waits.items()
-    ]
-    return table([["a copy takes", *(f"{steps} steps" for steps in held)], *rows])
-
-
-def _hits_table(hits: dict[str, Hit]) -> str:
-    rows = [["", "blocks", "match", "alloc", "plan", "pickle", "sum", "bytes of the plan"]]
-    for name, hit in hits.items():
-        parts = (hit.match_ns, hit.alloc_ns, hit.plan_ns, hit.pickle_ns, hit.total_ns)
-        cells = (f"{part / hit.num_blocks:,.0f}" for part in parts)
-        rows.append([name, f"{hit.num_blocks:,}", *cells, f"{hit.pickle_bytes:,}"])
-    return table(rows)
-
-
-def _growth_cell(growth: Growth) -> str:
-    if growth.total_ns:
-        return (
-            f"{growth.num_stored:,}: {growth.step_ns / 1e3:.1f} us, {growth.total_ns / 1e6:.1f} ms"
-        )
-    return f"{growth.num_stored:,}: {growth.functions:,} calls"
 
 
 def _ratio_lines(found: SchedulerFound) -> str:

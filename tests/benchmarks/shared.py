@@ -3,25 +3,14 @@
 vLLM keeps of sliding windows and Mamba states what it keeps by default.
 
 vLLM's real scheduler serves them with each connector's real scheduler side: no model, no copies.
-Figures are steps, preemptions and blocks, and are the same on every machine and every time.
 """
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from safe_offload.commands.bench.report import (
-    Report,
-    add_output_arguments,
-    describe_machine,
-    publish,
-    table,
-)
 from safe_offload.errors import SafeOffloadError
-from tests.benchmarks.scheduler_engine import CONTESTANTS, Sizes, make_engine
+from tests.benchmarks.scheduler_engine import Sizes, make_engine
 from tests.benchmarks.scheduler_traces import BLOCK_TOKENS, PLAIN, prompt_of
-from tests.benchmarks.shared_engine import EngineSeconds, measure_engine
 from tests.simulator.peers import PeerEngine
 
 COPY_STEPS = 2
@@ -62,54 +51,9 @@ class Served:
     num_preemptions: int  # meanwhile
     loaded_prefixes: float  # tokens that were loaded, as a multiple of the prefix's
 
-    def __str__(self) -> str:
-        """A cell of the table."""
-        return f"{self.num_steps} ({self.num_preemptions}), {self.loaded_prefixes:.2f}"
-
 
 TURN_PREFIXES, TURN_TOKENS, TURN_PASSES = 4, 8000, 3
 """Long prefixes that come in turns, each time with another tail, and never two at once."""
-
-
-ServedByLayout = dict[str, dict[Case, dict[str, Served]]]
-"""By layout, case and connector."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--connectors", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], metavar="NAME")
-    add(
-        "--copy-steps",
-        type=int,
-        default=COPY_STEPS,
-        metavar="D",
-        help="a copy is reported D steps after the one whose plan names it (%(default)s)",
-    )
-    add("--engine", action="store_true", help="time it in a real engine too")
-    add("--rounds", type=int, default=7, help="in the real engine (%(default)s)")
-    add_output_arguments(parser)
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run `python -m tests.benchmarks shared`."""
-    machine = describe_machine()
-    served = measure(arguments.connectors, CASES, arguments.copy_steps)
-    in_engine = measure_engine(arguments.rounds) if arguments.engine else None
-    turns = {
-        layout: {name: take_turns(name, groups) for name in arguments.connectors}
-        for layout, groups in LAYOUTS.items()
-    }
-    publish(make_report(served, arguments.copy_steps, machine, in_engine, turns), arguments)
-    return 0
-
-
-def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> ServedByLayout:
-    return {
-        layout: {
-            case: {name: serve(name, groups, case, copy_steps) for name in names} for case in cases
-        }
-        for layout, groups in LAYOUTS.items()
-    }
 
 
 def serve(
@@ -208,54 +152,3 @@ def take_turns(name: str, groups: tuple[str, ...]) -> list[int]:
             num_computed += engine.num_computed - before - (BLOCK_TOKENS - 1)
         passes.append(num_computed // TURN_PREFIXES)
     return passes
-
-
-def make_report(
-    served: ServedByLayout,
-    copy_steps: int,
-    machine: dict[str, Any],
-    in_engine: EngineSeconds | None = None,
-    turns: dict[str, dict[str, list[int]]] | None = None,
-) -> Report:
-    rows = [
-        {"layout": layout, **asdict(case), "connector": name, **asdict(found)}
-        for layout, cases in served.items()
-        for case, by_name in cases.items()
-        for name, found in by_name.items()
-    ]
-    return Report(
-        method=(
-            "steps until all are answered (preemptions), loaded tokens as a multiple of the prefix"
-            f"\ncopies are reported {copy_steps} steps later"
-        ),
-        sections=[
-            *(f"{layout}\n{_layout_table(cases)}" for layout, cases in served.items()),
-            _turns_table(turns) if turns else "",
-            str(in_engine or ""),
-        ],
-        figures={
-            "rows": rows,
-            "turns": turns,
-            "engine": in_engine.to_json() if in_engine else None,
-        },
-        options={"copy_steps": copy_steps, "tail_tokens": TAIL_TOKENS},
-        machine=machine,
-    )
-
-
-def _turns_table(turns: dict[str, dict[str, list[int]]]) -> str:
-    title = f"tokens computed of a prompt, in passes 1 to {TURN_PASSES}"
-    rows = [[title, *next(iter(turns.values()))]]
-    rows += [
-        [layout, *(", ".join(map(str, passes)) for passes in by_name.values())]
-        for layout, by_name in turns.items()
-    ]
-    return table(rows)
-
-
-def _layout_table(cases: dict[Case, dict[str, Served]]) -> str:
-    rows = [["requests, pool, prefix, answer", *next(iter(cases.values()))]]
-    for case, by_name in cases.items():
-        sizes = (case.num_requests, case.num_blocks, case.prefix_blocks, case.num_answer_tokens)
-        rows.append([", ".join(map(str, sizes)), *map(str, by_name.values())])
-    return table(rows)

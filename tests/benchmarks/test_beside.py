@@ -3,18 +3,15 @@
 import pytest
 
 from safe_offload.worker.bridge import WorkerBridge
-from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.driver import Driver
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.ranges import RangeTable
 from safe_offload.worker.transfers import Transfers
-from tests.benchmarks import stand_in
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.beside import costs, median_step_s
 from tests.benchmarks.breakdown import (
-    COPY,
     SPANS,
     Load,
     Seen,
@@ -75,16 +72,6 @@ def watched_for_once(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def test_a_hit_on_the_stand_in_has_every_span(watched_for_once):
-    case = stand_in.Case(2, CopyPath.BATCH, num_blocks=4, block_bytes=128)
-    on_host, on_gpu = stand_in.measure(case, rounds=1)
-    (found,) = map(spans, on_host)
-    assert [*found] == [*SPANS]
-    (load,) = map(load_of, on_host)
-    assert load.size_bytes == 4 * 128
-    assert COPY not in spans(*on_gpu)
-
-
 def test_copies_of_a_gpu_are_seen(watched_for_once):
     recorder = Recorder()
     recorder.watch_copies()
@@ -117,6 +104,7 @@ def test_the_link_is_timed_over_both_kinds_of_memory(tmp_path, capsys):
     assert told.count("allocated by the driver") == told.count("locked in place  ") == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_engines")
 def test_two_processes_copy_over_one_memory():
     rates, right = measure(Case(4096, 4, 2))

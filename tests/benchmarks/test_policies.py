@@ -1,18 +1,13 @@
-"""The benchmark `policies`: traces, the model of the cache, what the policies achieve."""
+"""What the eviction policies achieve on traces, on a model of the cache."""
 
-import json
 from functools import cache
 
 import pytest
 
-from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
-from tests.benchmarks import policies
-from tests.benchmarks.__main__ import main
-from tests.benchmarks.policy_replay import HostModel, Replay, best_possible, replay
-from tests.benchmarks.policy_report import Curve, make_report
-from tests.benchmarks.policy_traces import GENERATORS, Trace, make_trace, read_trace
+from tests.benchmarks.policy_replay import HostModel, replay
+from tests.benchmarks.policy_traces import GENERATORS, Trace, make_trace
 
 NUM_PROMPTS = 1000
 NUM_PROMPTS_MORE = {"uniform": 1500}
@@ -54,21 +49,6 @@ def test_with_returns_popular_documents_are_hit_more_often():
     assert hit_rate("documents", "returns", 0.05) >= 1.15 * hit_rate("documents", "slru", 0.05)
 
 
-def test_no_policy_hits_more_than_is_possible():
-    trace = trace_of("documents")
-    num_slots = trace.working_set // 10
-    best = best_possible(trace, num_slots)
-    for make in POLICIES.values():
-        assert replay(trace, make, num_slots, 0, num_running=0).hit_rate <= best
-
-
-@pytest.mark.parametrize(("num_slots", "hits"), [(2, 4), (3, 5), (4, 6), (5, 7)])
-def test_the_best_possible_keeps_what_is_used_again_the_soonest(num_slots, hits):
-    prompts = [list(map(str.encode, prompt)) for prompt in ("abc", "de", "abc", "de", "ab")]
-    trace = Trace("mine", "a trace", prompts)
-    assert best_possible(trace, num_slots) * trace.num_blocks == pytest.approx(hits)
-
-
 # ---- the traces and the model ------------------------------------------------------------------
 
 
@@ -85,14 +65,6 @@ def test_a_key_stands_for_all_before_it(name):
             previous = key
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "not JSON", '{"hash_ids": ["a"]}'])
-def test_another_format_is_an_error(tmp_path, text):
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="expected JSON lines with hash_ids"):
-        read_trace(path)
-
-
 @pytest.mark.parametrize(
     ("num_slots", "num_gpu_blocks", "prompts", "found"),
     [
@@ -107,39 +79,3 @@ def test_what_a_prompt_hits_after_others(num_slots, num_gpu_blocks, prompts, fou
     model = HostModel(EvictionPolicy, num_slots, num_gpu_blocks)
     told = [model.add([letter.encode() for letter in prompt]) for prompt in prompts.split()]
     assert told[-1] == found
-
-
-# ---- the command -------------------------------------------------------------------------------
-
-
-def test_a_hit_where_lru_never_has_one_is_infinitely_better():
-    lru, slru = (
-        Curve("scan", "a trace", policy, 100, {0.1: Replay(10, hits, 0, 1000)})
-        for policy, hits in (("lru", 0), ("slru", 20))
-    )
-    assert lru.ratios(lru) == {0.1: None}
-    assert slru.ratios(lru) == {0.1: float("inf")}
-    report = make_report(
-        [lru, slru], [], {"seed": 1, "prompts": 10, "gpu_share": 0.01, "running": 4}, {}
-    )
-    assert "slru/lru inf" in " ".join(report.render().split())
-    json.dumps(report.to_json(), allow_nan=False)
-
-
-def test_the_command_writes_what_it_found(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(policies, "COST_NUM_SLOTS", (100,))
-    monkeypatch.setattr(policies, "COST_SLOTS_PER_ROUND", 100)
-    monkeypatch.setattr(policies, "COST_BATCHES", (16,))
-    trace, found, plot = (tmp_path / name for name in ("mine.jsonl", "found.json", "plot.png"))
-    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n{"hash_ids": [1, 3]}\n')
-    command = ["policies", "--traces", "chat", "--prompts", "50", "--sizes", "0.1", "1"]
-    command += ["--file", str(trace), "--json", str(found), "--plot", str(plot)]
-    assert main(command) == 0
-    assert "slru/lru" in capsys.readouterr().out
-    rates = json.loads(found.read_text())["hit_rates"]
-    assert [(r["trace"], r["policy"]) for r in rates] == [
-        (name, policy) for name in ("mine", "chat") for policy in policies.CONTESTANTS
-    ]
-    assert rates[0]["sizes"][1]["hit_rate"] == 0.25
-    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 
-from tests.benchmarks import scheduler, scheduler_cases
+from tests.benchmarks import scheduler
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import Answers, Facts, count_hooks, observe
-from tests.benchmarks.scheduler_probe import Counts, WrapperCost
+from tests.benchmarks.scheduler_probe import Counts
 from tests.benchmarks.scheduler_traces import LAYOUTS, TRACES, make_trace
 
 TINY_SHARE = 16
@@ -16,7 +16,7 @@ COPY_STEPS = 1
 OURS = ("ours-eager", "ours-lazy")
 WITH_HOOKS = [name for name in CONTESTANTS if name != "none"]
 
-BY_DAY = ("chats", "pressure")
+BY_DAY = ("chats",)
 
 
 def nightly(trace: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -76,32 +76,7 @@ def test_ours_keeps_no_block_from_the_pool(name, trace, layout):
     assert observed(trace, layout, name)[0].kept_max == 0
 
 
-# ---- cases -------------------------------------------------------------------------------------
-
-
-def test_the_second_long_request_waits_for_kept_blocks():
-    assert scheduler_cases.wait_back_to_back("simple-eager", 5).num_steps == 5
-    assert scheduler_cases.wait_back_to_back("ours-eager", 5).num_steps == 0
-
-
-@pytest.mark.parametrize("name", ["simple-eager", "offloading", "ours-eager"])
-def test_a_hit_is_measured_up_to_the_bytes_of_its_plan(name):
-    hits = scheduler_cases.measure_hits(name, "plain", COPY_STEPS, WrapperCost(0, 0), 6400)
-    hit = scheduler_cases.median_hit(hits)
-    assert hit.num_blocks in (399, 400)  # the last token has to be computed
-    assert min(hit.match_ns, hit.alloc_ns, hit.plan_ns, hit.pickle_ns) > 0
-    assert hit.pickle_bytes > hit.num_blocks
-
-
-@pytest.mark.parametrize("name", ["ours-eager", "simple-eager"])
-def test_a_step_executes_no_more_when_ten_times_as_much_is_stored(name, monkeypatch):
-    monkeypatch.setattr(scheduler_cases, "STORED_FACTORS", (1, 10))
-    little, much = (
-        scheduler_cases.count_growth(name, scheduler_cases.GrowthCase(factor, 4), COPY_STEPS)
-        for factor in (1, 10)
-    )
-    assert much.num_stored > 8 * little.num_stored
-    assert much.functions == pytest.approx(little.functions, rel=0.01)
+# ---- instructions ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

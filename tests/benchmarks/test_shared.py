@@ -1,13 +1,10 @@
-"""`python -m tests.benchmarks shared`, and what it must show: one load for all who want it."""
+"""A prefix that many want at once is loaded once."""
 
-import json
 from functools import cache
 
 import pytest
 from vllm.config import SpeculativeConfig
 
-from tests.benchmarks import shared
-from tests.benchmarks.__main__ import main
 from tests.benchmarks.shared import (
     CASES,
     COPY_STEPS,
@@ -16,12 +13,9 @@ from tests.benchmarks.shared import (
     TURN_TOKENS,
     Case,
     Served,
-    make_report,
-    measure,
     serve,
     take_turns,
 )
-from tests.benchmarks.shared_engine import EngineSeconds
 
 OURS = ("ours-eager", "ours-lazy")
 SPARSE = [layout for layout in LAYOUTS if "window" in layout or "Mamba" in layout]
@@ -99,19 +93,3 @@ def test_the_other_connector_that_loads_for_each_is_slower():
     simple = served("simple-eager", "full attention", case)
     assert simple.loaded_prefixes > 2
     assert simple.num_steps > 1.5 * served("none", "full attention", case).num_steps
-
-
-def test_the_figures_are_the_same_every_time(tmp_path, capsys, monkeypatch):
-    small = Case(3, 60, 10, 4)
-    monkeypatch.setattr(shared, "CASES", [small])
-    first = measure(["none", "ours-eager"], [small], 1)
-    assert first == measure(["none", "ours-eager"], [small], 1)
-    report = make_report(first, 1, {}, EngineSeconds(3.0, 2.0))
-    assert "3, 60, 10, 4" in report.render()
-    assert "ratio 1.50" in report.render()
-    assert report.to_json()["engine"]["ratio"] == 1.5
-    path = tmp_path / "found.json"
-    assert main(["shared", "--connectors", "none", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == len(LAYOUTS)
-    assert "steps until all are answered" in capsys.readouterr().out

@@ -1,24 +1,22 @@
 """What a preempted request had computed comes back from the host, in a real engine.
 
 One engine answers every prompt alone, forgets all that it and the connector have, and is then given
-all prompts at once, in a pool for half of them, as `python -m tests.benchmarks preemption` does.
+all prompts at once, in a pool for half of them.
 """
 
-import argparse
 from typing import Any
 
 import pytest
 
 from safe_offload.commands.bench.engine_process import EngineProcess, generate
-from tests.benchmarks import preemption
-from tests.benchmarks.preemption import ENGINES, Workload, run_watched
+from tests.engine.preempted import Workload, make_engine_options, make_workload, run_watched
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
 START_TIMEOUT_S = RUN_TIMEOUT_S = 1000.0
 """Of what would never end: a busy machine is no failure."""
 HOST_SHARE_MIN = 0.8
-ARGUMENTS = ("--requests", "8", "--prompt-tokens", "192", "--answer-tokens", "192")
+ENGINES = {"ours eager": {}, "ours lazy": {"lazy_offload": True}}
 
 
 def answer_alone(engine: Any, workload: Workload) -> tuple[tuple[int, ...], ...]:
@@ -43,18 +41,12 @@ def test_most_of_what_the_gpu_lost_comes_back_and_every_token_is_the_same(
     model, tmp_path, kind, engine
 ):
     """Of gemma3 vLLM hashes no window inside an answer, as it does by default."""
-    parser = argparse.ArgumentParser()
-    preemption.add_arguments(parser)
-    options = preemption.read_options(parser.parse_args(ARGUMENTS))
-    workload = preemption.make_workload(options)
-    engine_options = preemption.make_engine_options(
-        options, model(kind), preemption.count_pool_blocks(options, kind, workload), ENGINES[engine]
-    )
-    with EngineProcess(engine, engine_options, tmp_path / "log") as process:
+    workload = make_workload()
+    options = make_engine_options(kind, model(kind), workload, ENGINES[engine])
+    with EngineProcess(engine, options, tmp_path / "log") as process:
         process.wait_until_started(START_TIMEOUT_S)
         expected = process.call(answer_alone, workload, RUN_TIMEOUT_S)
         run = process.call(run_watched, workload, RUN_TIMEOUT_S)
     assert run.token_ids == expected
     assert len(run.recoveries) >= 3, "the pool holds too much"
-    assert run.host_share is not None
     assert run.host_share >= HOST_SHARE_MIN, run.recoveries
