@@ -264,11 +264,12 @@ def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param(step, marks=[pytest.mark.nightly] if step.name != "link" else [])
+        step
         for step in make_steps(sys.executable)
         if "tests.gpu.small" in step.small and not step.lacks
     ],

@@ -3,9 +3,7 @@
 import pytest
 
 from tests.engine.engines import (
-    ABC_TWICE,
     NUM_PROMPT_TOKENS,
-    RESET_GPU_CACHE,
     connector,
     make_job,
     num_hit_tokens,
@@ -22,30 +20,6 @@ def test_without_prefix_caching_the_engine_serves_and_says_so_once(model, plain_
     assert not any(report.data["metrics"].values())
     assert report.data["audit"]["num_free_blocks"] == job.arguments["num_gpu_blocks_override"] - 1
     assert report.log.count("Prefix caching is off") == 1
-
-
-def test_a_host_pool_smaller_than_a_prompt_keeps_the_head_of_the_last_one(
-    model, plain_llama, tmp_path
-):
-    """20 slots, prompts of 62 blocks: all are served, and the last one's first 20 blocks are hit.
-
-    A, B and C in turn take the whole pool from one another, so none of them is hit in the second
-    round. Once the GPU's prefix cache is reset, C comes back, and nothing came in between: what was
-    kept is the head, since a prefix without its head could never be hit.
-    """
-    num_slots, block_size = 20, 32
-    job = make_job(
-        model("llama"),
-        kv_transfer_config=connector(num_slots),
-        turns=(*ABC_TWICE, RESET_GPU_CACHE, "C"),
-    )
-    (report,) = run(tmp_path, job)
-    assert report.tokens == [*plain_llama.tokens, plain_llama.tokens[2]]
-    assert [answer.num_cached for answer in report.answers[:6]] == [0] * 6
-    assert report.answers[6].num_host == num_slots * block_size
-    assert report.answers[6].num_computed == NUM_PROMPT_TOKENS - num_slots * block_size
-    assert report.count("loaded_blocks") == num_slots
-    report.check_well()
 
 
 def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(model, plain, tmp_path):

@@ -83,7 +83,8 @@ def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "deepseek"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
 def test_two_ranks_find_what_the_last_two_stored(kind, model, tmp_path, pools):
     """Each has a file of its own; of MLA both have one, and each stores half of it."""
     mla = MLA if kind == "deepseek" else {}

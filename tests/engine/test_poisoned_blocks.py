@@ -28,13 +28,14 @@ NOT_A_NUMBER = ("lfm2", "deepseek")
 NIGHTLY = pytest.mark.nightly
 IN_8_BITS = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="needs AVX-512")
 SOME_NIGHTS = [
+    ("gemma3", NIGHTLY),
     ("deepseek", NIGHTLY),
     ("gemma3 in 8 bits", [NIGHTLY, IN_8_BITS]),
     ("gpt_oss", NIGHTLY),
 ]
 
 
-@pytest.fixture(params=["gemma3", "lfm2", *(pytest.param(k, marks=m) for k, m in SOME_NIGHTS)])
+@pytest.fixture(params=["lfm2", *(pytest.param(k, marks=m) for k, m in SOME_NIGHTS)])
 def kind(request):
     return request.param
 

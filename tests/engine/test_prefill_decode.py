@@ -297,6 +297,7 @@ def test_what_a_preempted_request_had_comes_back_on_the_decode_side(pair, expect
     check_idle(pair)
 
 
+@pytest.mark.nightly
 def test_clients_may_go_at_any_moment(pair, expected):
     rng = random.Random(1)
 

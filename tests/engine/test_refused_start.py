@@ -8,6 +8,8 @@ import pytest
 from safe_offload.worker.memory.host_memory import available_host_bytes
 from tests.engine.http_server import HttpServer
 
+pytestmark = pytest.mark.nightly
+
 
 def ending(model: Path, folder: Path, size: str, *arguments: str) -> list[str]:
     """Start a server that is refused; return its output, but for Python's resource tracker.
@@ -23,7 +25,6 @@ def ending(model: Path, folder: Path, size: str, *arguments: str) -> list[str]:
         return [line for line in server.log().splitlines() if "resource_tracker" not in line]
 
 
-@pytest.mark.nightly
 def test_engines_whose_pools_do_not_fit_together_are_refused(model, tmp_path):
     """Each by itself would: nothing is started, and the figures and what fits are the last line."""
     size_mib = 6 * available_host_bytes() // 10 >> 20

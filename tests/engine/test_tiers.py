@@ -96,22 +96,6 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model, tmp_path):
     second.check_well()
 
 
-def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(model, tmp_path):
-    """A host of 80 blocks holds one prompt of 63; the directory holds all three.
-
-    On a busy machine one may be computed instead, since it has waited as long as computing takes.
-    """
-    one = job(model("llama"), "llama", tmp_path / "tier", num_cpu_blocks=80)
-    (report,) = run(tmp_path / "engine", replace(one, turns=4 * ABC))
-    report.check_well()
-    assert report.tokens == 4 * report.tokens[:3]
-    for number, name in enumerate(ABC):
-        again = report.answers[3 + number :: 3]
-        assert any(answer.num_host > 0 for answer in again), (name, again)
-    if not report.count("tier_waits_cut") and not report.count("skipped_fetch_tokens"):
-        assert all(answer.num_host > 0 for answer in report.answers[3:]), report.answers
-
-
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
 
 

@@ -177,7 +177,11 @@ sys.exit(main(["bench", "tier", *sys.argv[1:]]))
 # ---- nothing is left ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [("directory", each) for each in ENDINGS] + [(n, signal.SIGINT) for n in ("server", "bucket")],
+    indirect=["place"],
+)
 def test_a_signal_in_the_middle_leaves_nothing(place, number):
     with running(*place.arguments, *LONG) as process:
         wait_until(place.is_begun)
