@@ -1,10 +1,8 @@
-"""Recorded coding agents against vLLM's servers: without the connector, with it, and the limit.
+"""Recorded coding agents against running servers of vLLM's: without the connector, and with it.
 
 The client is aiperf (`make aiperf`), which replays conversations: each user sends the next prompt
-some time after the answer to the one before. Ours are the conversations, scaled to the machine, the
-servers, and the table. The servers are vLLM's own, with tiny models on the CPU: the KV pool holds
-the contexts of some users and the host those of some more; the limit has a pool that holds all. Or
-they run already (--url), with any model.
+some time after the answer to the one before. Ours are the conversations, scaled to the machine, and
+the table.
 """
 
 from __future__ import annotations
@@ -16,11 +14,8 @@ import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
 
-from examples.tiny_models import ModelKind, write_tiny_model
 from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
     Report,
@@ -30,21 +25,19 @@ from safe_offload.commands.bench.report import (
 )
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks import agents_traces
-from tests.benchmarks.agents_report import Found, Run, make_sections, read_run, to_figures
-from tests.benchmarks.agents_servers import (
-    Kind,
-    Sizes,
+from tests.benchmarks.agents_report import (
+    Found,
+    Run,
+    make_sections,
     read_counters,
-    server_sets,
-    started,
+    read_run,
+    to_figures,
 )
 from tests.benchmarks.agents_traces import Conversation
 
 AIPERF = Path(".venv-aiperf/bin/aiperf")
 USER_EVERY_S = 7.0
 """One user after another begins, before times are divided."""
-CHAT_TOKENS = 4
-"""That the tiny models' chat template adds to a prompt with each request, and a few more."""
 SPARE = 2
 """Conversations for each user, as some end soon."""
 
@@ -58,12 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-context", type=int, default=128_000, help="tokens, before scaling (%(default)s)")
     add("--rounds", type=int, default=3, help="after one that warms up (%(default)s)")
     add("--seed", default="0", help="draws the conversations (%(default)s)")
-    add("--models", nargs="+", default=["llama", "gemma3"], choices=["llama", "gemma3"])
-    add("--pool-users", type=float, default=4, help="whose contexts the pool holds (%(default)s)")
-    add("--host-users", type=float, default=12, help="the same of the host (%(default)s)")
-    add("--extra", type=json.loads, default={}, metavar="JSON", help="more settings of ours")
-    add("--url", nargs="+", default=[], metavar="NAME=URL", help="running servers, plain one first")
-    add("--tokenizer", help="of the running servers' model: a name or a folder (the model's name)")
+    add("--url", nargs="+", required=True, metavar="NAME=URL", help="servers, plain one first")
+    add("--tokenizer", help="of the servers' model: a name or a folder (the model's name)")
     add("--aiperf", type=Path, default=AIPERF, metavar="FILE", help="(%(default)s)")
     add("--logs", type=Path, metavar="FOLDER", help="keep logs and aiperf's results here")
     add_output_arguments(parser)
@@ -79,17 +68,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     if not arguments.aiperf.is_file():
         raise ConfigError(f"--aiperf {arguments.aiperf}: there is no such file; run `make aiperf`")
     recorded = agents_traces.read(arguments.traces)
-    sections: list[str] = []
-    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="safe-offload-agents-") as temporary:
-        folder = arguments.logs or Path(temporary)
-        for model in arguments.models if not arguments.url else ["running servers"]:
-            found, names = measure(model, recorded, arguments, folder / model)
-            ours, *limits = names[1:] or names
-            sections += make_sections(model, found, ours, limits)
-            figures[model] = to_figures(found)
+        found, names = measure(recorded, arguments, arguments.logs or Path(temporary))
+    ours, *limits = names[1:] or names
+    sections = make_sections("running servers", found, ours, limits)
     options = {name: str(value) for name, value in vars(arguments).items() if name != "run"}
-    publish(Report(_describe(arguments), sections, figures, options, machine), arguments)
+    publish(Report(_describe(arguments), sections, to_figures(found), options, machine), arguments)
     return 0
 
 
@@ -103,36 +87,25 @@ def _describe(arguments: argparse.Namespace) -> str:
 
 
 def measure(
-    model: str, recorded: Sequence[Conversation], arguments: argparse.Namespace, folder: Path
+    recorded: Sequence[Conversation], arguments: argparse.Namespace, folder: Path
 ) -> tuple[Found, list[str]]:
     """Return the runs by users and server, and the servers' names."""
-    folder.mkdir(parents=True)
-    turns = Turns()
-    with ExitStack() as on:
-        if arguments.url:
-            urls = dict(one.split("=", 1) for one in arguments.url)
-            aiperf = Aiperf(arguments, None)
-        else:
-            sizes = _sizes(recorded, arguments)
-            sets = server_sets(cast(Kind, model), sizes, arguments.extra)
-            model_folder = write_tiny_model(cast(ModelKind, model), folder / "model")
-            print(f"{model}: starting the servers ...")
-            urls = on.enter_context(started(sets, model_folder, sizes, folder))
-            aiperf = Aiperf(arguments, model_folder)
-        found: Found = {users: {name: [] for name in urls} for users in arguments.users}
-        for round_index in range(arguments.rounds + 1):
-            for users in arguments.users if round_index else arguments.users[:1]:
-                where = folder / f"{round_index}-{users}"
-                seed = f"{arguments.seed}/{round_index}/{users}"
-                agents_traces.write(draw(recorded, arguments, users, seed), where / "traces", seed)
-                for name in list(urls)[:: 1 if round_index % 2 else -1]:
-                    turns.begin(name)
-                    run = aiperf.run(urls[name], users, where / "traces", where / name)
-                    turns.end(name)
-                    label = f"{model}, round {round_index}, {users} users, {name}"
-                    print(f"{label}: {run.throughput:.2f} requests/s", flush=True)
-                    if round_index:
-                        found[users][name].append(run)
+    turns, aiperf = Turns(), Aiperf(arguments)
+    urls = dict(one.split("=", 1) for one in arguments.url)
+    found: Found = {users: {name: [] for name in urls} for users in arguments.users}
+    for round_index in range(arguments.rounds + 1):
+        for users in arguments.users if round_index else arguments.users[:1]:
+            where = folder / f"{round_index}-{users}"
+            seed = f"{arguments.seed}/{round_index}/{users}"
+            agents_traces.write(draw(recorded, arguments, users, seed), where / "traces", seed)
+            for name in list(urls)[:: 1 if round_index % 2 else -1]:
+                turns.begin(name)
+                run = aiperf.run(urls[name], users, where / "traces", where / name)
+                turns.end(name)
+                label = f"round {round_index}, {users} users, {name}"
+                print(f"{label}: {run.throughput:.2f} requests/s", flush=True)
+                if round_index:
+                    found[users][name].append(run)
     return found, list(urls)
 
 
@@ -144,30 +117,11 @@ def draw(
     return [agents_traces.scale(one, arguments.scale) for one in chosen]
 
 
-def _sizes(recorded: Sequence[Conversation], arguments: argparse.Namespace) -> Sizes:
-    most = arguments.users[-1]
-    sample = draw(recorded, arguments, most, arguments.seed)
-    return Sizes(
-        context_tokens=agents_traces.mean_context(sample),
-        context_tokens_max=arguments.max_context // arguments.scale + CHAT_TOKENS * arguments.turns,
-        pool_users=arguments.pool_users,
-        host_users=arguments.host_users,
-        limit_users=4 * most,
-        users=most,
-    )
-
-
 class Aiperf:
-    """The client.
+    """The client. `arguments`: of the command."""
 
-    Args:
-        arguments: of the command.
-        model_folder: of our own servers' model, which has its tokenizer; None for running servers.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, model_folder: Path | None) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._model_folder = model_folder
 
     def run(self, url: str, users: int, traces: Path, results: Path) -> Run:
         """Let some users replay a folder; return what they had."""
@@ -187,11 +141,10 @@ class Aiperf:
     def command(self, url: str, users: int, traces: Path, results: Path) -> list[str]:
         """Return aiperf's command line."""
         arguments = self._arguments
-        is_ours = self._model_folder is not None
-        model = "model" if is_ours else _model_name(url)
+        model = _model_name(url)
         options = {
             "model": model,
-            "tokenizer": self._model_folder or arguments.tokenizer or model,
+            "tokenizer": arguments.tokenizer or model,
             "url": url,
             "endpoint-type": "chat",
             "custom-dataset-type": "weka_trace",
@@ -204,8 +157,6 @@ class Aiperf:
             "extra-inputs": json.dumps({"ignore_eos": True, "temperature": 0}),
             "ui": "none",
         }
-        # The machine that our own servers share with aiperf is small.
-        options |= {"workers-max": 1, "record-processors": 1} if is_ours else {}
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
         flags = ["streaming", "use-think-time-only", "use-server-token-count"]
         flags += ["no-gpu-telemetry", "no-server-metrics"]

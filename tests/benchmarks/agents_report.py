@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
+import urllib.request
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,3 +147,27 @@ def to_figures(found: Found) -> dict[str, Any]:
         str(users): {name: [asdict(run) for run in runs] for name, runs in servers.items()}
         for users, servers in found.items()
     }
+
+
+_COUNTER = re.compile(
+    r"vllm:(?P<name>safe_offload_\w+|prompt_tokens_by_source|num_preemptions)_total"
+    r'\{(?:[^}]*source="(?P<source>\w+)")?[^}]*\} (?P<value>\S+)'
+)
+
+
+def read_counters(url: str) -> dict[str, float]:
+    """Return counters of a server: of preemptions, prompt tokens by source, and all of ours."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as response:
+            return parse_counters(response.read().decode())
+    except OSError as error:
+        raise SafeOffloadError(f"{url}/metrics: expected vLLM's metrics, found {error}") from error
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    """Return the sums over engines and labels; prompt tokens by `source` alone."""
+    counters: defaultdict[str, float] = defaultdict(float)
+    for found in _COUNTER.finditer(text):
+        is_of_prompts = found["name"] == "prompt_tokens_by_source"
+        counters[found["source" if is_of_prompts else "name"]] += float(found["value"])
+    return dict(counters)

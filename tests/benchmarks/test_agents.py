@@ -18,8 +18,14 @@ import pytest
 from safe_offload.errors import ConfigError
 from tests.benchmarks import agents, agents_traces
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.agents_report import STATISTICS, TIMES, TTFT, Run, late_figures
-from tests.benchmarks.agents_servers import LIMIT, Sizes, parse_counters, server_sets
+from tests.benchmarks.agents_report import (
+    STATISTICS,
+    TIMES,
+    TTFT,
+    Run,
+    late_figures,
+    parse_counters,
+)
 
 # A prompt of 40 blocks, then one that shares the first 36 of them.
 RECORDED = {
@@ -59,19 +65,6 @@ def test_what_is_written_is_what_is_read(traces: Path, tmp_path: Path) -> None:
     assert [len(one.requests) for one in chosen] == [1, 1]
     with pytest.raises(ConfigError, match=r"expected 2 conversations .* found 0"):
         agents_traces.choose(conversations, 2, 2000, 1, "0/1")
-
-
-@pytest.mark.parametrize(("kind", "num_groups"), [("llama", 1), ("gemma3", 3)])
-def test_the_servers_differ_in_connector_or_pool(kind: Any, num_groups: int) -> None:
-    sizes = Sizes(320.0, 4000, pool_users=20, host_users=40, limit_users=80, users=16)
-    sets = server_sets(kind, sizes, {"lazy_offload": True})
-    assert list(sets) == ["no connector", "SafeCPUOffloadConnector", LIMIT]
-    plain, ours, limit = sets.values()
-    assert (plain.config, limit.config, ours.num_blocks) == (None, None, plain.num_blocks)
-    assert ours.config is not None
-    extra = ours.config["kv_connector_extra_config"]
-    assert extra == {"cpu_bytes_to_use": num_groups * 400 * (32 << 10), "lazy_offload": True}
-    assert limit.num_blocks == num_groups**2 * 800 > plain.num_blocks
 
 
 # ---- the whole command, with a stand-in for aiperf ----------------------------------------------
@@ -147,15 +140,17 @@ def test_the_table_of_running_servers(
     assert "2 users: skipped_hits 1, postponed_hits 0" in text
     late = "later than without by more than the rounds' spread: p99 time to first token"
     assert f"{late} (4 to 4, 3 to 3 ms)" in text
-    runs = json.loads(file.read_text())["running servers"]["1"]["b"]
+    runs = json.loads(file.read_text())["1"]["b"]
     assert [run["num_requests"] for run in runs] == [12, 12]
 
 
-def test_aiperf_is_told_what_to_replay(traces: Path, tmp_path: Path) -> None:
+def test_aiperf_is_told_what_to_replay(traces: Path, tmp_path: Path, ports: list[int]) -> None:
     parser = ArgumentParser()
     agents.add_arguments(parser)
-    arguments = parser.parse_args(["--traces", str(traces), "--turns", "3"])
-    words = agents.Aiperf(arguments, Path("/models/tiny")).command("http://a", 16, traces, tmp_path)
+    url = f"http://127.0.0.1:{ports[0]}"
+    command = ["--traces", str(traces), "--turns", "3", "--scale", "32", "--url", f"a={url}"]
+    arguments = parser.parse_args([*command, "--tokenizer", "/models/tiny"])
+    words = agents.Aiperf(arguments).command(url, 16, traces, tmp_path)
     text = " ".join(words)
     for part in (
         "--custom-dataset-type weka_trace",
