@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from safe_offload.protocol import FailureReason, Outcome, StepReport
+from safe_offload.protocol import Outcome, StepReport
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
@@ -14,23 +14,6 @@ def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig):
     rig = make_rig(num_blocks=60, groups=("window:10", "full"), num_slots=200)
     a = rig.warm()
     assert rig.run_alone("a2", a) == 40
-    rig.check_idle()
-
-
-@pytest.mark.parametrize("has_streams", [False, True])
-def test_pipeline_stages_with_drafts_get_from_the_host_what_the_gpu_had(make_rig, has_streams):
-    """Model Runner V1, which tells only the last stage that the stores of a step may begin."""
-    rig = make_rig(pipeline_ranks=2, num_draft_tokens=2, num_slots=200, has_streams=has_streams)
-    prompt = rig.prompt(80, 1)
-    assert rig.run_alone("a", prompt) == 0
-    rig.add("b", prompt)
-    batch = rig.step()
-    assert batch is not None
-    assert batch.scheduled.num_scheduled_tokens["b"] == 80 - 76, "the GPU has the rest"
-    rig.drain()
-    rig.forget_gpu_cache()
-    assert rig.run_alone("c", prompt) == 76
-    assert num_failed(rig.counts, "store") == 0
     rig.check_idle()
 
 
@@ -67,15 +50,6 @@ def test_matching_twice_is_the_same_as_once(make_rig):
     assert rig.planner.gauges()["leased_slots"] == 8
     rig.abort("a2")
     assert rig.planner.gauges()["leased_slots"] == 0
-
-
-def test_a_hit_starts_only_at_a_block_boundary(make_rig):
-    rig = make_rig()
-    a = rig.prompt(33, 1)
-    rig.run_alone("a", a)
-    request = rig.add("a2", a)
-    assert rig.connector.get_num_new_matched_tokens(request, 3) == (0, False)
-    assert rig.connector.get_num_new_matched_tokens(request, 4) == (28, True)
 
 
 # ---- I2: no block is held for us ---------------------------------------------------------------
@@ -225,22 +199,6 @@ def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig):
     rig.check_idle()
 
 
-def test_slots_that_become_ready_later_are_used_before_anything_is_evicted(make_rig):
-    rig = make_rig(num_slots=30)
-    rig.devices[0].num_usable_slots = 15
-    rig.run_alone("warm-up", [0, 1, 2])
-    a, b = rig.prompt(41, 1), rig.prompt(41, 2)
-    rig.run_alone("a", a)
-    assert rig.planner.gauges()["slots"] == 15
-    rig.devices[0].num_usable_slots = 30
-    rig.run_alone("warm-up 2", [0, 1, 2])
-    assert rig.planner.gauges()["slots"] == 30
-    rig.run_alone("b", b)
-    rig.scheduler.reset_prefix_cache()
-    assert rig.run_alone("a2", a) == rig.run_alone("b2", b) == 40
-    rig.check_idle()
-
-
 # ---- preemption, reset, idling -----------------------------------------------------------------
 
 
@@ -371,32 +329,6 @@ def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig):
     rig.check_idle()
 
 
-def test_a_failure_reason_travels_to_the_log(make_rig, package_log):
-    rig = make_rig()
-    rig.start()
-    rig.hold_copies(True)
-    rig.add("a", rig.prompt(9, 1))
-    plan = rig.planned_step()
-    (store,) = plan.stores_after_forward
-    output = _output()
-    output.kv_connector_worker_meta = StepReport(
-        (Outcome(0, store.transfer_id, FailureReason.FENCE_TIMEOUT),)
-    )
-    rig.connector.update_connector_output(output)
-    assert any("fence_timeout" in record.getMessage() for record in package_log)
-
-
-def test_a_worker_that_fails_everything_does_not_fill_the_log(make_rig, package_log):
-    rig = make_rig()
-    rig.start()
-    rig.fail_copies()
-    for seed in range(12):
-        rig.run_alone(f"a{seed}", rig.prompt(41, seed))
-    lines = [record.getMessage() for record in package_log if "Its tokens" in record.getMessage()]
-    assert num_failed(rig.counts, "store") > 12
-    assert len(lines) == 2, "the first and the tenth"
-
-
 def finish_before_it_is_stored(make_rig: MakeRig) -> Rig:
     """An engine whose only request has ended, and left four blocks for the next plan to store."""
     rig = make_rig(num_blocks=60, num_slots=100)
@@ -409,15 +341,6 @@ def finish_before_it_is_stored(make_rig: MakeRig) -> Rig:
     return rig
 
 
-def test_what_a_finished_request_left_to_store_is_pending_work(make_rig):
-    """vLLM steps an engine that has nothing else to do only if it is told so."""
-    rig = finish_before_it_is_stored(make_rig)
-    assert rig.connector.has_pending_push_work()
-    rig.drain()
-    assert rig.counts["stored_blocks"] == 4
-    rig.check_idle()
-
-
 def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(make_rig):
     """Another connector's load failed: what a request left to store when it ended is garbage."""
     rig = finish_before_it_is_stored(make_rig)
@@ -427,49 +350,6 @@ def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(mak
     rig.drain()
     assert rig.counts["stored_blocks"] == 0
     rig.check_idle()
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_workers_may_wait_in_a_step_only_if_none_computes(make_rig, is_async):
-    """With steps in flight together, only if all of them compute nothing."""
-    rig = make_rig(num_slots=200, is_async=is_async)
-    a = rig.warm()
-    num_in_flight = rig.planner.options.num_steps_in_flight
-    assert num_in_flight == 1 + is_async
-    rig.hold_copies(True)
-    rig.add("again", a)
-    rig.add("beside", rig.prompt(30, 2), max_tokens=6)
-    seen = []
-    for _ in range(20):
-        batch = rig.step()
-        assert batch is not None
-        seen.append((batch.scheduled.total_num_scheduled_tokens, rig.plans[-1].is_idle))
-    computed = [bool(num_tokens) for num_tokens, _ in seen]
-    recent = [any(computed[max(0, i + 1 - num_in_flight) : i + 1]) for i in range(len(seen))]
-    assert [is_idle for _, is_idle in seen] == [not any_computed for any_computed in recent]
-    assert {True, False} == set(recent)
-    rig.hold_copies(False)
-    rig.finish()
-
-
-def test_a_request_is_queued_in_vllms_times_until_its_load_has_landed(make_rig):
-    """What docs/operate/dashboard.md says of a trace: the wait is in `time_in_queue`."""
-    rig = make_rig()
-    rig.start()
-    rig.run_alone("a", rig.prompt(20, 1), max_tokens=1)
-    rig.forget_gpu_cache()
-    rig.hold_copies(True)
-    rig.add("b", rig.prompt(20, 1), max_tokens=1)
-    request = rig.scheduler.requests["b"]
-    recorded: list[str] = []
-    request.record_event = lambda kind, *_: recorded.append(kind.name)
-    for _ in range(10):
-        rig.step()
-    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    assert recorded == []
-    rig.hold_copies(False)
-    rig.drain()
-    assert recorded == ["SCHEDULED"]
 
 
 def test_what_nixl_writes_meanwhile_is_not_kept_as_what_was_there(make_rig):

@@ -11,7 +11,6 @@ from safe_offload.worker.copies.base import Direction
 from tests.counts import num_failed
 from tests.scheduler.rig import Rig
 from tests.simulator.checkers import Checkers
-from tests.simulator.groups import BLOCK_TOKENS
 
 SHAPES: list[dict[str, Any]] = [
     {"num_blocks": 60, "num_slots": 300},
@@ -27,26 +26,6 @@ def run_to(rig: Rig, request_id: str, prompt: list[int], num_tokens: int, of: in
     request = rig.add(request_id, prompt, max_tokens=of)
     rig.step_until(lambda: request.num_output_tokens >= num_tokens)
     return request
-
-
-@with_shapes
-def test_what_the_gpu_has_from_before_a_reset_is_neither_found_nor_stored(make_rig, shape):
-    """vLLM cannot reset its own cache while a request runs."""
-    rig = make_rig(**shape)
-    old = rig.prompt(41, 1)
-    rig.run_alone("old", old)
-    run_to(rig, "runs on", rig.prompt(21, 2), 2, of=60)
-    assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
-    hashed = [block for block in rig.pool.blocks if block.block_hash is not None]
-    assert hashed == []
-    rig.counts.clear()
-    again = rig.add("again", old)
-    assert rig.planner.gpu.num_cached_tokens(again) == 0
-    rig.run_until_finished("again")
-    assert rig.counts["hit_tokens"] == 0
-    rig.drain()
-    rig.check_tokens("runs on", 60)
-    rig.check_idle()
 
 
 @with_shapes
@@ -69,22 +48,6 @@ def test_what_a_request_computes_across_a_reset_is_not_kept(make_rig, shape):
     if not shape.get("extra"):
         rig.forget_gpu_cache()
         assert rig.run_alone("new again", new) == 32
-    rig.check_idle()
-
-
-def test_a_request_that_loses_its_blocks_after_a_reset_is_kept_again(make_rig):
-    rig = make_rig(num_blocks=60, num_slots=300)
-    prompt = rig.prompt(41, 1)
-    run_to(rig, "a", prompt, 2, of=40)
-    rig.planner.reset_cache()
-    rig.step()
-    assert len(rig.planner.outdated) == 1
-    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts it
-    rig.drain()
-    rig.check_tokens("a", 40)
-    assert len(rig.planner.outdated) == 0
-    rig.forget_gpu_cache()
-    assert rig.run_alone("again", prompt) == 40, "it was computed anew"
     rig.check_idle()
 
 
@@ -128,16 +91,6 @@ def begin_to_load(rig: Rig, prompts: dict[str, list[int]]) -> None:
     rig.step_until(lambda: len(rig.planner.loads.ledger.in_flight) == len(prompts))
 
 
-def test_requests_that_load_beside_a_shared_prefix_go_on_after_a_reset(make_rig):
-    """The first needs more than is free: what the others hold, vLLM frees when it comes to them."""
-    rig = make_rig(num_blocks=60, num_slots=300)
-    prompts = beside_a_prefix(rig, 5)
-    begin_to_load(rig, prompts)
-    rig.planner.reset_cache()
-    rig.hold_copies(False)
-    rig.finish(**dict.fromkeys(prompts, 4))
-
-
 def test_a_request_whose_load_has_landed_lets_the_one_before_it_go_on_after_a_reset(make_rig):
     rig = make_rig(num_blocks=60, num_slots=300, max_seqs=2)
     prompts = beside_a_prefix(rig, 2)
@@ -151,32 +104,6 @@ def test_a_request_whose_load_has_landed_lets_the_one_before_it_go_on_after_a_re
     rig.planner.reset_cache()
     rig.hold_copies(False)
     rig.finish(**dict.fromkeys(prompts, 4))
-
-
-def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(make_rig):
-    rig = make_rig(num_blocks=60, num_slots=300)
-    run_to(rig, "a", rig.prompt(21, 1), 2, of=60)
-    rig.planner.reset_cache()
-    table = rig.planner.gpu.tables_of(0)[0]["a"]
-    num_before = len(table)
-    while "a" in rig.scheduler.requests:
-        assert all(block.block_hash is None for block in table)
-        rig.step()
-    assert len(table) > num_before + 40 // BLOCK_TOKENS
-    rig.finish()
-
-
-def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig):
-    """In groups of larger blocks vLLM gives it one in every step, for its first part."""
-    rig = make_rig(groups=("full", "full@16"), num_blocks=60, num_slots=300)
-    run_to(rig, "a", rig.prompt(64, 1), 2, of=30)
-    rig.planner.reset_cache()
-    rig.step()
-    tables = [rig.planner.gpu.tables_of(group_idx)[0]["a"] for group_idx in (0, 1)]
-    while "a" in rig.scheduler.requests:
-        rig.step()
-        assert all(block.block_hash is None for table in tables for block in table)
-    rig.finish()
 
 
 @pytest.mark.parametrize("groups", [("full",), ("full", "full@16")], ids=str)

@@ -229,18 +229,3 @@ def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkey
     assert rig.planner.host_labels["eviction_order"] == order
     messages = [message for r in package_log if "evicts in" in (message := r.getMessage())]
     assert f"The host cache now evicts in the order {order}," in messages[-1]
-
-
-def test_on_a_host_of_few_blocks_the_order_stays(make_rig):
-    rig = make_rig(num_blocks=60, num_slots=40, extra={"min_load_tokens": 0})
-    serve_flood(rig)
-    assert part_of(rig.planner, EvictionOrder).contest is None
-    assert rig.planner.host_labels["eviction_order"] == "lru"
-
-
-@pytest.mark.parametrize("policy", ["lru", "slru", "returns"])
-def test_a_policy_that_is_named_stays(make_rig, policy):
-    extra = {"min_load_tokens": 0, "eviction_policy": policy}
-    rig = make_rig(num_blocks=60, num_slots=30, extra=extra)
-    serve_flood(rig)
-    assert not hasattr(rig.planner, "contest")

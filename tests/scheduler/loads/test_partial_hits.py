@@ -100,35 +100,6 @@ def test_a_hit_of_vllms_own_ends_inside_a_block(connector, layout, again):
     assert hit_of_peer(connector, layout, again) == again.hit
 
 
-@CASES
-def test_the_host_has_what_the_gpu_would_have(make_rig, layout, again):
-    rig = make_first(make_rig, again, **layout)
-    assert rig.run_alone("again", again.prompts[1]) == again.hit
-    rig.check_idle()
-
-
-@pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize(
-    "how",
-    [{"is_v2": True, "has_streams": True}, {"is_async": True}, {"retention_interval": 0}],
-    ids=["v2", "async", "sparse"],
-)
-def test_the_same_with_either_model_runner_sparse_states_and_lazy_stores(make_rig, how, is_lazy):
-    again = RETURNS["goes-on"]
-    rig = make_first(make_rig, again, **LARGE, **how, extra={"lazy_offload": is_lazy})
-    assert rig.run_alone("again", again.prompts[1]) == again.hit
-    rig.check_idle()
-
-
-def test_the_block_that_a_prompt_ends_in_is_stored_once(make_rig):
-    """When its request has filled it, it is found by its end, and by that of the prompt."""
-    rig = make_first(make_rig, RETURNS["the-answer-fills-the-block"], **LARGE)
-    # Four blocks of 75 tokens, as many states, and the one that the prompt ends with.
-    assert rig.counts["stored_blocks"] == 4 + 4 + 1
-    rig.run_alone("again", RETURNS["the-answer-fills-the-block"].prompts[0], 1)
-    assert rig.counts["stored_blocks"] == 4 + 4 + 1
-
-
 def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(make_rig):
     again = RETURNS["shorter-than-a-block"]
     rig = make_rig(num_blocks=14, num_slots=90, **LARGE)
@@ -160,18 +131,6 @@ def test_a_load_that_ends_elsewhere_than_its_state_is_not_made(make_rig):
     assert rig.run_alone("again", again.prompts[1]) == 0
     assert rig.counts["unusable_hits"] == 1
     rig.check_idle()
-
-
-@pytest.mark.parametrize(("limit", "hit"), [(47, 32), (48, 44)])
-def test_a_prompt_that_may_not_be_stored_to_its_end_is_not(make_rig, limit, hit):
-    """A block holds more than the tokens that it is found by, so it must be allowed as a whole."""
-    again = RETURNS["the-same-prompt"]
-    rig = make_rig(num_blocks=40, num_slots=90, **LARGE)
-    rig.start()
-    rig.kv_transfer_params = {"max_offload_tokens": limit}
-    rig.run_alone("first", again.prompts[0], 1)
-    rig.forget_gpu_cache()
-    assert rig.run_alone("again", again.prompts[1]) == hit
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig):

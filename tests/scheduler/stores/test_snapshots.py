@@ -7,24 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
     KVCacheBlockCopy,
     make_block_hash_with_group_id,
 )
-from vllm.v1.request import Request
 
 from safe_offload.compat.block_ids import allocated_block_ids
 from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
 from tests.counts import num_failed
-from tests.scheduler.rig import Rig
 from tests.simulator.device import CopyFault
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Run
-from tests.simulator.words import Sequel
 from tests.simulator.workload import make_events
 
 
@@ -52,50 +48,6 @@ def unsaved_ids(snapshot: Snapshot, given_out: set[int]) -> tuple[list[int], lis
     gpu: Any = SimpleNamespace(is_window=lambda group_idx: False)
     lost, waiting = snapshot.unsaved([PREFIX], range(1), given_out, gpu)
     return [b.block_id for b in lost.blocks], [b.block_id for b in waiting.blocks]
-
-
-def send_turn(rig: Rig, request_id: str, tokens: list[int], max_tokens: int) -> None:
-    """The client of a session sends more."""
-    turn = Request(
-        request_id,
-        list(tokens),
-        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        None,
-        arrival_time=rig.clock.now_s,
-        block_hasher=rig._hasher,
-        resumable=True,
-    )
-    session = rig.scheduler.requests.get(request_id, turn)
-    rig.runner.sequels[request_id] = Sequel(list(tokens))
-    rig.scheduler.add_request(turn)
-    rig.runner.sequels[request_id] = Sequel(list(session.prompt_token_ids))
-
-
-@pytest.mark.parametrize(("is_async", "is_lazy"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("turns", [[(17, 80)], [(9, 4), (5, 80)]], ids=["first", "second"])
-def test_a_turn_of_a_session_that_is_preempted_recomputes_less_than_a_block(
-    make_rig, turns, is_async, is_lazy
-):
-    """Each turn is the tokens that are sent and the tokens that are answered."""
-    extra = {"lazy_offload": is_lazy}
-    rig = make_rig(num_blocks=28, num_slots=100, is_async=is_async, extra=extra)
-    rig.start()
-    rig.add("older", rig.prompt(4, 1), max_tokens=100)
-    for n, (num_tokens, max_tokens) in enumerate(turns):
-        send_turn(rig, "session", rig.prompt(num_tokens, 2 + n), max_tokens)
-        session = rig.scheduler.requests["session"]
-        rig.step_until(
-            lambda session=session: (
-                session.status.name == "WAITING_FOR_STREAMING_REQ" or session.num_preemptions == 1
-            )
-        )
-    assert session.num_preemptions == 1
-    rig.run_until_finished("older")
-    batch = rig.step()
-    while batch is None or "session" not in batch.scheduled.num_scheduled_tokens:
-        batch = rig.step()
-    assert batch.scheduled.num_scheduled_tokens["session"] <= BLOCK_TOKENS
-    assert session.num_tokens > 40, "or it shows nothing"
 
 
 PREFIX = b"a prefix of 32 bytes, as they are"

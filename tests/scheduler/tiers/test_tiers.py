@@ -18,14 +18,14 @@ from safe_offload.protocol import (
     Presence,
     StepReport,
 )
-from safe_offload.scheduler.loads.cost import KEPT_SAMPLES, PROBE_EVERY
+from safe_offload.scheduler.loads.cost import KEPT_SAMPLES
 from safe_offload.scheduler.tiers.lookups import LookUp
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
 from tests.scheduler.parts import part_of
 from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
-from tests.simulator.groups import BLOCK_TOKENS, PAGE_BYTES
+from tests.simulator.groups import BLOCK_TOKENS
 
 MakeTierRig = Callable[..., TierRig]
 VERSIONED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
@@ -86,33 +86,6 @@ def status(rig: TierRig, name: str) -> str:
     return str(rig.scheduler.requests[name].status.name)
 
 
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {"is_async": True},
-    {"tensor_ranks": 2},
-    {"tensor_ranks": 2, "is_async": True, "has_streams": True, "is_v2": True},
-    {"pipeline_ranks": 2},
-    {"extra": {"eviction_policy": "slru"}},
-    {"num_draft_tokens": 2},
-    {"groups": ("mla",)},
-    {"is_priority": True},
-    {"has_events": True},
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_another_engine_has_spilled_is_hit(make_tiers, shape):
-    rig = make_warm(make_tiers, **shape)
-    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
-    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
-    assert rig.counts["tier_lookups"] == 1
-    rig.check_idle()
-    rig.forget_gpu_cache()
-    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS, "from the host"
-    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
-    rig.check_idle()
-
-
 HYBRIDS = [
     ("window:10", "full"),
     ("window:10@8", "full"),
@@ -120,20 +93,6 @@ HYBRIDS = [
     ("chunk:16", "full"),
     ("window:10", "window:6"),
 ]
-
-
-@pytest.mark.parametrize("groups", HYBRIDS, ids=str)
-def test_of_a_hybrid_model_comes_what_vllms_rules_need(make_tiers, groups):
-    """As many tokens as from the host; of windows and states not every block."""
-    host = make_tiers(groups=groups, num_blocks=150)
-    host.run_alone("warm", prompt(host, 0), max_tokens=1)
-    host.forget_gpu_cache()
-    from_host = host.run_alone("a", prompt(host, 1))
-    assert from_host > 0
-    rig = make_warm(make_tiers, groups=groups, num_blocks=150)
-    assert rig.run_alone("a", prompt(rig, 1)) == from_host
-    assert 0 < rig.counts["fetched_blocks"] <= len(rig.probes[-1].keys)
-    rig.check_idle()
 
 
 # ---- what is not all there ---------------------------------------------------------------------
@@ -178,18 +137,6 @@ def test_a_request_with_another_salt_does_not_find_it(make_tiers):
     rig.check_idle()
 
 
-def test_what_another_connector_brings_is_not_asked_for(make_tiers):
-    """The prompts of a decode engine come from a prefill engine, and wait for no tier."""
-    rig = make_warm(make_tiers)
-    rig.kv_transfer_params = {"do_remote_prefill": True}
-    assert rig.run_alone("a", prompt(rig, 1)) == 0
-    assert rig.counts["tier_lookups"] == 0
-    rig.kv_transfer_params = {"do_remote_prefill": False, "do_remote_decode": True}
-    assert rig.run_alone("b", prompt(rig, 2)) == 0, "the GPU has it"
-    rig.drain()
-    rig.check_idle()
-
-
 def test_what_one_rank_lacks_nobody_has(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=3)
     hashes = keys_of(rig)
@@ -225,19 +172,6 @@ def test_a_fetch_that_fails_is_a_miss(make_tiers, reason):
     rig.check_idle()
 
 
-def test_an_answer_of_the_wrong_length_is_none(make_tiers):
-    rig = make_warm(make_tiers, tensor_ranks=2)
-
-    def cut(report: StepReport) -> StepReport:
-        presences = tuple(replace(p, tiers=p.tiers[p.rank :]) for p in report.presences)
-        return replace(report, presences=presences)
-
-    rig.after_report = cut
-    assert rig.run_alone("a", prompt(rig, 1)) == 0
-    assert rig.counts["contained_errors"] == 0
-    rig.check_idle()
-
-
 # ---- what does not come in time ----------------------------------------------------------------
 
 
@@ -258,35 +192,6 @@ def test_the_wait_is_bounded_whatever_never_comes(make_tiers, kind, shape):
     rig.step()
     assert rig.counts["stale_reports"] == 0
     rig.check_idle()
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers):
-    rig = make_warm(make_tiers)
-    rig.tier.held = {"fetch"}
-    fetch_for(rig, "a")
-    assert [len(fetch.keys) for fetch in rig.fetches] == [2] * 5, "pieces, in order"
-    rig.answer(rig.fetches[:3])
-    rig.step_until(lambda: status(rig, "a") != "WAITING")
-    assert rig.counts["tier_waits_cut"] == 1
-    rig.step_until(lambda: "a" not in rig.scheduler.requests)
-    rig.check_tokens("a", 4)
-    assert rig.counts["hit_tokens"] == 6 * BLOCK_TOKENS
-    rig.finish()
-    rig.check_idle()
-
-
-def test_pieces_of_large_blocks_have_fewer(make_tiers, monkeypatch):
-    """So that a tier which is fast shows it before the free wait is over."""
-    for num_pages, num_blocks in ((1, 1), (3, 3), (100, NUM_BLOCKS)):
-        monkeypatch.setattr(
-            "safe_offload.scheduler.tiers.fetches.PIECE_BYTES_MIN", num_pages * PAGE_BYTES
-        )
-        rig = make_warm(make_tiers)
-        rig.tier.held = {"fetch"}
-        fetch_for(rig, "a")
-        assert len(rig.fetches[0].keys) == num_blocks
-        rig.finish()
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -324,24 +229,6 @@ def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(make_tiers, grou
     fetched = keys_in(rig.fetches)
     assert len(fetched) == len(set(fetched)) == rig.counts["fetched_blocks"]
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS, "one loads, the others wait for it"
-    rig.check_idle()
-
-
-def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers):
-    rig = make_warm(make_tiers)
-    rig.tier.held = {"fetch"}
-    fetch_for(rig, "a")
-    rig.add("b", prompt(rig, 2))
-    rig.step()
-    rig.step()
-    assert status(rig, "b") == "WAITING"
-    rig.abort("a")
-    rig.step()
-    assert status(rig, "b") == "WAITING", "the fetch goes on without who began it"
-    rig.finish()
-    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
-    assert rig.counts["tier_lookups"] == 1
-    rig.check_tokens("b", 4)
     rig.check_idle()
 
 
@@ -406,25 +293,6 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     rig.probes.clear()
     rig.run_alone("b", rig.prompt(PREFIX_TOKENS, 55))
     assert {probe.generation for probe in rig.probes} == {generation}
-    rig.check_idle()
-
-
-def test_each_reset_has_a_generation_of_its_own_and_the_first_is_told(make_tiers, package_log):
-    rig = make_warm(make_tiers)
-    words = [part_of(rig.planner, Tiers).generation.name]
-    for _ in range(2):
-        assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-        words.append(part_of(rig.planner, Tiers).generation.name)
-    assert words[0] == ""
-    assert len(set(words)) == 3
-    told = [r.getMessage() for r in package_log if "model_version" in r.getMessage()]
-    assert len(told) == 1
-
-
-def test_with_a_model_version_a_reset_changes_no_word(make_tiers):
-    rig = make_warm(make_tiers, tiers=VERSIONED)
-    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
     rig.check_idle()
 
 
@@ -573,32 +441,6 @@ def spilled(rig: TierRig, rank: int = 0) -> set[bytes]:
     return {block_hash for at, _, _, block_hash in rig.tier.objects if at == rank}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"is_async": True, "tensor_ranks": 2},
-        {"groups": ("window:10", "full"), "num_blocks": 150},
-        {"groups": ("full", "mamba"), "num_blocks": 150},
-        {"extra": {"lazy_offload": True}, "max_batched_tokens": 64},
-    ],
-    ids=str,
-)
-def test_all_that_is_stored_is_spilled_once(make_tiers, shape):
-    rig = make_tiers(**shape)
-    for number in range(4):
-        rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=8)
-    if "extra" in shape:
-        rig.fill_gpu_cache("filler", seed=77)
-        rig.forget_gpu_cache()
-    assert stored(rig)
-    assert spilled(rig) == stored(rig)
-    assert spilled(rig, rank=rig.shape.num_ranks - 1) == stored(rig)
-    asked = keys_in(rig.spills)
-    assert len(asked) == len(set(asked)) == rig.counts["spilled_blocks"]
-    rig.check_idle()
-
-
 def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers):
     rig = make_tiers(num_slots=64)
     rig.tier.held = {"spill"}
@@ -630,116 +472,10 @@ def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(make_
     rig.check_idle()
 
 
-def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers):
-    """I10: its turn comes while a store of something else writes to it."""
-    whole = make_tiers(num_slots=200)
-    rig = make_tiers(num_slots=16)
-    rig.tier.held = {"spill"}
-    for number in range(2):
-        whole.run_alone(f"r{number}", rig.prompt(33, number), max_tokens=1)
-        rig.add(f"r{number}", rig.prompt(33, number), max_tokens=1)
-        rig.step_until(lambda: rig.counts["stored_blocks"] == 8 * (number + 1))  # noqa: B023
-    rig.hold_copies(True)
-    rig.add("next", rig.prompt(33, 2), max_tokens=1)
-    rig.step_until(lambda: len(rig.planner.stores) > 0)
-    rig.tier.held.clear()
-    for _ in range(30):
-        rig.step()
-    rig.hold_copies(False)
-    rig.drain()
-    same = rig.tier.objects.keys() & whole.tier.objects.keys()
-    assert len(same) < 16, "some were evicted before their turn"
-    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
-    assert all(rig.tier.objects[place] == whole.tier.objects[place] for place in same)
-
-
-def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers):
-    rig = make_tiers()
-    rig.tier.refused = True
-    rig.run_alone("a", prompt(rig, 1))
-    num_spills = len(rig.spills)
-    rig.run_alone("b", prompt(rig, 1))
-    assert len(rig.spills) == num_spills
-    assert rig.counts['dropped_spill_blocks{reason="refused"}'] == len(stored(rig))
-    assert rig.counts["spilled_blocks"] == 0
-    rig.check_idle()
-
-
 EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, store="evicted"),)
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "returns"])
-def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(make_tiers, policy):
-    rig = make_tiers(num_slots=64, tiers=EVICTED, extra={"eviction_policy": policy})
-    rig.run_alone("r0", rig.prompt(33, 0), max_tokens=1)
-    assert not rig.spills, "there is room"
-    rig.forget_gpu_cache()
-    seen = set(stored(rig))
-    for number in range(1, 40):
-        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
-        rig.step()
-        rig.step()
-        seen |= stored(rig)
-    gone = seen - stored(rig)
-    assert gone
-    assert gone <= spilled(rig)
-    assert len(stored(rig) - spilled(rig)) > 40, "not what stays"
-    asked = [h for spill in rig.spills for h in spill.keys.hashes]
-    assert len(asked) == len(set(asked)), "each once"
-    rig.forget_gpu_cache()
-    assert rig.run_alone("back", rig.prompt(33, 0)) == 32, "it comes back from the tier"
-    rig.check_idle()
-
-
-@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(make_tiers, groups):
-    first = make_tiers(groups=groups, num_blocks=150)
-    first.run_alone("warm", prompt(first, 0), max_tokens=1)
-    first.drain()
-    rig = make_tiers(
-        tier=first.tier, tiers=EVICTED, groups=groups, num_blocks=150, num_slots=64 * len(groups)
-    )
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    fetched = set(keys_in(rig.fetches))
-    assert len(fetched) == rig.counts["fetched_blocks"] > 0
-    rig.forget_gpu_cache()
-    hashes = {block_hash for _, block_hash in fetched}
-    for number in range(2, 38):
-        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
-        rig.step()
-        rig.step()
-    assert len(hashes - stored(rig)) > 5, "most of it is evicted"
-    assert rig.spills
-    assert not fetched & set(keys_in(rig.spills))
-    rig.check_idle()
-
-
 HIT = tuple(replace(tier, store="hit") for tier in EVICTED)
-
-
-@pytest.mark.parametrize("groups", [("full",), ("window:10", "full@8")], ids=str)
-def test_where_only_what_was_hit_is_spilled_it_is_with_all_before_it(make_tiers, groups):
-    rig = make_tiers(groups=groups, num_blocks=150, num_slots=200, tiers=HIT)
-    rig.run_alone("a", rig.prompt(33, 0), max_tokens=1)
-    rig.run_alone("b", rig.prompt(33, 1), max_tokens=1)
-    rig.run_alone("c", [*rig.prompt(33, 0)[:32], 7], max_tokens=1)
-    assert not rig.spills, "the GPU had it"
-    rig.forget_gpu_cache()
-    rig.run_alone("d", rig.prompt(17, 0), max_tokens=1)  # 16 tokens, which the GPU now has
-    rig.run_alone("e", rig.prompt(33, 0), max_tokens=1)
-    rig.run_alone("f", rig.prompt(33, 0), max_tokens=1)
-    rig.drain()
-    asked = keys_in(rig.spills)
-    assert len(asked) == len(set(asked)), "each once"
-    assert len(asked) == rig.counts["spilled_blocks"] > 0
-    rig.check_idle()
-    again = make_tiers(groups=groups, num_blocks=150, tier=rig.tier, tiers=HIT)
-    assert again.run_alone("a", rig.prompt(33, 0), max_tokens=1) == 32
-    assert again.run_alone("b", rig.prompt(33, 1), max_tokens=1) == 0
-    again.forget_gpu_cache()
-    assert again.run_alone("a2", rig.prompt(33, 0), max_tokens=1) == 32
-    again.drain()
-    assert not again.spills, "the tier has it already"
 
 
 def test_where_only_what_was_hit_is_spilled_a_refusal_is_the_last_word(make_tiers):
@@ -780,71 +516,6 @@ def kept(rig: TierRig) -> set[bytes]:
     """Hashes that are written to nearer tiers than the one that has them."""
     pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
     return {block_hash for block_hash, origin in pairs if origin}
-
-
-@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(make_tiers, shape):
-    rig = make_far(make_tiers, **shape)
-    rig.tier.held = {"spill"}
-    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS, "before it is kept"
-    end_spills(rig)
-    fetched = set(keys_of(rig)[:NUM_BLOCKS])
-    assert kept(rig) == fetched
-    asked = keys_in(rig.spills)
-    assert len(asked) == len(set(asked))
-    assert rig.counts["kept_blocks"] == NUM_BLOCKS
-    assert rig.counts["spilled_blocks"] == len(asked) - NUM_BLOCKS
-    rig.check_idle()
-
-
-@pytest.mark.parametrize(
-    ("tiers", "number"),
-    [((NEAR, FAR), 2), (KEEPING, 1), ((NEAR, replace(FAR, keep=True)), 2), (KEEPING, 0)],
-    ids=["none keeps", "it is there", "the far one keeps", "it is gone"],
-)
-def test_what_no_nearer_tier_keeps_is_not_written_again(make_tiers, tiers, number):
-    rig = make_far(make_tiers, tiers=tiers)
-    rig.tier.number = number
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    rig.drain()
-    assert not kept(rig)
-    assert bool(rig.fetches) == bool(number)
-    assert rig.counts["kept_blocks"] == 0
-
-
-def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(make_tiers):
-    rig = make_far(make_tiers, tiers=(*KEEPING, FAR))
-    mixed = [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
-    hashes = keys_of(rig)[:NUM_BLOCKS]
-    origin_of = dict(zip(hashes, mixed, strict=True))
-
-    def name_tiers(report: StepReport) -> StepReport:
-        presences = []
-        for presence in report.presences:
-            keys = rig.probes[-1].keys.hashes
-            tiers = bytes(
-                origin_of.get(h, 0) * bool(t) for h, t in zip(keys, presence.tiers, strict=True)
-            )
-            presences.append(replace(presence, tiers=tiers))
-        return replace(report, presences=tuple(presences))
-
-    rig.after_report = name_tiers
-    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
-    rig.drain()
-    found = [o for fetch in rig.fetches for o in fetch.origins]
-    assert found == mixed
-    pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
-    assert {pair for pair in pairs if pair[1]} == set(zip(hashes[2:], mixed[2:], strict=True))
-    assert rig.counts["kept_blocks"] == 8
-
-
-def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(make_tiers):
-    rig = make_far(make_tiers)
-    rig.tier.held = {"spill"}
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    rig.step_until(lambda: any(rig.spills))
-    assert rig.planner.gauges()["leased_slots"] == len(rig.spills[0].keys)
-    end_spills(rig)
 
 
 def test_after_a_reset_nothing_is_kept(make_tiers):
@@ -1019,20 +690,6 @@ def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers):
         assert rig.counts["tier_waits_cut"] == 1
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers):
-    rig = make_measured(make_tiers, token_s=1.0)
-    rig.tier.held = {"fetch"}
-    times = times_of_waiting(rig, "a")
-    fetch_for(rig, "a")
-    rig.answer(rig.fetches[:2])
-    rig.step_until(lambda: status(rig, "a") != "WAITING")
-    waited_s = times[-1] - times[0]
-    assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.5 * PREFIX_TOKENS + 0.01
-    rig.finish()
-    assert rig.counts["hit_tokens"] == 4 * BLOCK_TOKENS
-
-
 def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count():
     """Of 160 tokens the tier brings the first 32, the host has the others."""
     whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
@@ -1042,16 +699,6 @@ def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count():
     assert lookup.share() == 0.1
     late.is_whole = True
     assert lookup.share() == 1.0
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers):
-    rig = make_hybrid(make_tiers, fetch_s=0.01)
-    times = times_of_waiting(rig, "a")
-    fetch_for(rig, "a")
-    rig.answer(rig.fetches[:-1])
-    rig.step_until(lambda: status(rig, "a") != "WAITING")
-    assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
 
 
 def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
@@ -1069,30 +716,6 @@ def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
 def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
     """Of a hybrid model; its tier takes half of the time that computing takes."""
     return make_hybrid(make_tiers, PREFIX_TOKENS / 2)
-
-
-@pytest.mark.parametrize(
-    ("fetch_s", "probe_s", "is_whole"),
-    [
-        (0.02 * PREFIX_TOKENS, 0.0, True),
-        (0.07 * PREFIX_TOKENS, 0.0, False),  # soon enough, if all goes well
-        (0.02 * PREFIX_TOKENS, 0.02 * PREFIX_TOKENS, False),  # the answer came late
-        (None, 0.0, False),  # not known
-    ],
-)
-def test_a_fetch_for_a_hybrid_model_is_in_one_stage_only_if_it_is_sure_to_be_soon(
-    make_tiers, fetch_s, probe_s, is_whole
-):
-    rig = make_hybrid(make_tiers, fetch_s)
-    rig.tier.held = {"fetch", "probe"}
-    rig.add("a", prompt(rig, 1))
-    asked_s = rig.clock.now_s
-    rig.step_until(lambda: rig.clock.now_s - asked_s >= probe_s, max_steps=1000)
-    rig.tier.held = {"fetch"}
-    rig.step_until(lambda: bool(rig.fetches))
-    assert (len(stages_of(rig)) == 1) == is_whole
-    rig.finish()
-    rig.check_tokens("a", 4)
 
 
 def stages_of(rig: TierRig) -> dict[int, list[Any]]:
@@ -1125,19 +748,6 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers):
     assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.6 * PREFIX_TOKENS + 0.01
     rig.finish()
     assert rig.counts["hit_tokens"] == half
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers):
-    rig = make_slow_hybrid(make_tiers)
-    fetch_for(rig, "a")
-    stages = stages_of(rig)
-    first, second, *_ = stages.values()
-    rig.tier.lost = {(0, second[0].keys.hashes[0])}
-    rig.answer([*first, *second])
-    rig.step_until(lambda: status(rig, "a") != "WAITING")
-    rig.finish()
-    assert rig.counts["hit_tokens"] == list(stages)[1]
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -1176,22 +786,6 @@ FETCH = {
 HINTED: dict[str, Any] = {"extra": {**AUTO["extra"], "kv_hints": True}}
 
 
-def test_a_hint_has_fetched_what_would_not_pay_before_its_request_comes(make_tiers):
-    """A request of one token warms the host: then the prompt is a hit of host memory."""
-    rig = make_measured(make_tiers, token_s=0.001, **HINTED)
-    for _ in range(8):
-        part_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 10.0)
-    rig.kv_transfer_params = {"kv_hints": FETCH}
-    rig.run_alone("warm", prompt(rig, 1), max_tokens=1)
-    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
-    assert rig.counts['hints{action="fetch"}'] == 1
-    rig.kv_transfer_params = None
-    rig.forget_gpu_cache()
-    assert rig.run_alone("a", prompt(rig, 2)) == PREFIX_TOKENS
-    assert len(rig.probes) == 1
-    rig.check_idle()
-
-
 def test_a_request_with_a_hint_waits_until_the_wait_is_over(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001, **HINTED)
     rig.tier.held = {"fetch"}
@@ -1211,44 +805,6 @@ def test_of_a_request_that_leaves_nothing_tiers_are_asked_nothing(make_tiers):
     assert not rig.probes
     assert not rig.spills
     assert not stored(rig)
-
-
-def test_a_pin_ends_with_its_engine_and_what_it_kept_comes_from_the_tier(make_tiers):
-    first = make_tiers(extra={"pin_share": 0.3})
-    first.kv_transfer_params = {"pin_s": 600}
-    first.run_alone("a", prompt(first, 0), max_tokens=1)
-    first.drain()
-    assert first.planner.gauges()["pinned_slots"] == NUM_BLOCKS
-    again = make_tiers(tier=first.tier, extra={"pin_share": 0.3})
-    assert again.planner.gauges()["pins"] == 0
-    assert again.run_alone("a", prompt(first, 0), max_tokens=1) == PREFIX_TOKENS
-    again.check_idle()
-
-
-def test_what_does_not_pay_is_tried_now_and_then(make_tiers):
-    rig = make_measured(make_tiers, token_s=1.0)
-    for _ in range(8):
-        part_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 100.0)
-    for number in range(PROBE_EVERY):
-        rig.planner.hits.slots.forget_all()
-        rig.forget_gpu_cache()
-        rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=1)
-    assert len(rig.fetches) == 1
-    rig.check_idle()
-
-
-def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers):
-    """The tier has a little of a long prompt: all of it would have paid."""
-    rig = make_measured(make_tiers, token_s=1.0, num_blocks=150)
-    for num_slots in (4, 32, 64):
-        for _ in range(8):
-            part_of(rig.planner, Tiers).costs.add_fetch(1, num_slots, 50.0)
-    long_prompt = [*prompt(rig, 1)[:PREFIX_TOKENS], *rig.prompt(160, 9)]
-    assert rig.run_alone("a", long_prompt) == 0
-    assert rig.probes
-    assert not rig.fetches
-    assert rig.counts["skipped_fetch_tokens"] == PREFIX_TOKENS
-    rig.check_idle()
 
 
 def test_what_was_measured_is_told(make_tiers):
