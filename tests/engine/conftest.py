@@ -18,7 +18,6 @@ from tests.engine.engines import (
 )
 
 GetModel = Callable[[ModelKind], Path]
-GetReport = Callable[[str], Report]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ server goes on: Valkey and a bucket, on both event loops, with and without TLS.
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import pytest
@@ -28,8 +28,6 @@ PATTERN = b"\xee" * SLOT_BYTES
 SOURCE = filled((SLOT_BYTES,), 1)
 STORED = PLAIN.header(name_of(1), SOURCE) + bytes_of(SOURCE)
 BEGUN_BYTES = HEADER_BYTES + (1 << 20)
-
-Ending = Callable[["asyncio.Task[list[Result]]", Tier], Awaitable[None]]
 
 
 async def cancel(call: asyncio.Task[list[Result]], tier: Tier) -> None:

@@ -1,7 +1,6 @@
 """How a server is greeted, which of several has what, and what a hostile one gets out of it."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,9 +25,6 @@ def open_at(make):
         return make(f"{scheme}://{login}127.0.0.1:{server.port}/1", **values)
 
     return one_more
-
-
-OpenAt = Callable[..., SealedTier]
 
 
 def always(reply: bytes) -> Script:
