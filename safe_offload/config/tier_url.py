@@ -22,13 +22,16 @@ SERVERS: Final = ("redis", "rediss", "unix")
 """Schemes of a Valkey or Redis server: plain, with TLS, and on a socket of this machine."""
 BUCKETS: Final = ("s3", "gs", "az")
 """Schemes of an object store."""
+MOONCAKE: Final = "mooncake"
+"""The scheme of a master of Mooncake Store."""
 URL_KEY: Final = "url"
 URL_FORMS: Final = (
     "file:///DIRECTORY, redis://HOST or rediss://HOST (TLS; also valkey:// and valkeys://), "
-    "unix:///SOCKET, s3://BUCKET, gs://BUCKET or az://CONTAINER"
+    "unix:///SOCKET, s3://BUCKET, gs://BUCKET, az://CONTAINER or mooncake://HOST"
 )
 PATH_LENGTH_SHOWN: Final = 100
 DEFAULT_PORT: Final = 6379
+MASTER_PORT: Final = 50051
 DATABASE_MAX: Final = 16383
 
 _SAME: Final = {"valkey": "redis", "valkeys": "rediss", "gcs": "gs", "azure": "az"}
@@ -67,7 +70,7 @@ class Location:
     def label(self) -> str:
         """Return the url without user and password."""
         database = f"/{self.database}" if self.database else ""
-        if self.scheme in ("redis", "rediss"):
+        if self.scheme in ("redis", "rediss", MOONCAKE):
             host = f"[{self.host}]" if ":" in self.host else self.host
             return f"{self.scheme}://{host}:{self.port}{database}"
         if self.host:
@@ -168,6 +171,14 @@ def _read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
     return found, problem or _no_query(url)
 
 
+def _read_master(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    host = url.hostname or ""
+    problem = "" if _HOST.fullmatch(host) else "it names no machine"
+    if "@" in url.netloc or url.path.strip("/"):
+        problem = "a machine and a port are all that it may have"
+    return Location(scheme, host=host, port=url.port or MASTER_PORT), problem or _no_query(url)
+
+
 def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
     path = unquote(url.path)
     problem = problem_of_path(path)
@@ -228,10 +239,15 @@ class Scheme:
 
 
 _OF_SERVER: Final = ("connections", "ttl", "password_file")
-_FILES, _VALKEY, _BUCKET_STORE = (
+_OF_MASTER: Final = (
+    *("endpoint", "protocol", "device_name", "metadata_server"),
+    *("segment", "replicas", "config_file"),
+)
+_FILES, _VALKEY, _BUCKET_STORE, _MOONCAKE = (
     "safe_offload.tiers.files.store:FileStore",
     "safe_offload.tiers.valkey.store:ValkeyStore",
     "safe_offload.tiers.objects.store:BucketStore",
+    "safe_offload.tiers.mooncake.store:MooncakeStore",
 )
 _WITH_TLS: Final = (*_OF_SERVER, "ca_file", "cert_file", "key_file")
 _OF_BUCKET: Final = ("connections", "endpoint")
@@ -244,6 +260,7 @@ KINDS: Final = {
     "s3": Scheme("s3://bucket/kv", _BUCKET_STORE, _OF_BUCKET),
     "gs": Scheme("gs://bucket/kv", _BUCKET_STORE, _OF_BUCKET),
     "az": Scheme("az://container/kv", _BUCKET_STORE, _OF_BUCKET),
+    MOONCAKE: Scheme("mooncake://master.internal:50051", _MOONCAKE, _OF_MASTER, _read_master),
 }
 """Every kind of place: another one is a line here and a class."""
 

@@ -52,6 +52,7 @@ MAX_CONNECTIONS: Final = 64
 DEFAULT_CONNECTIONS: Final = 4
 BUCKET_CONNECTIONS: Final = 16
 """To an object store, if nothing is written: each answer takes it tens of milliseconds."""
+MAX_REPLICAS: Final = 16
 MAX_TTL_S: Final = 366 * 86400
 _EXAMPLE: Final = '[{"url": "file:///mnt/nvme/kv", "capacity": "1TiB"}]'
 
@@ -187,7 +188,33 @@ class TierConfig:
     )
     key_file: str | None = setting(file(), None, "`rediss://`: key of `cert_file`.", is_secret=True)
     endpoint: str | None = setting(
-        endpoint(), None, "Bucket: address of the object store, if not the cloud's own."
+        endpoint(),
+        None,
+        "Bucket: address of the object store, if not the cloud's own. Mooncake: address of the "
+        "master's pages, where not at its port 9003.",
+    )
+    protocol: str | None = setting(
+        choice(["tcp", "rdma"]), None, "Mooncake: `tcp` (default) or `rdma`."
+    )
+    device_name: str = setting(
+        text(), "", "Mooncake: RDMA devices, separated by commas; all by default."
+    )
+    metadata_server: str = setting(
+        text(), "", "Mooncake: address of its metadata server; none by default (`P2PHANDSHAKE`)."
+    )
+    segment_bytes: int | None = setting(
+        size(MAX_CAPACITY_BYTES),
+        None,
+        "Mooncake: memory that this engine gives to the store; by default it only uses the store.",
+        key="segment",
+    )
+    replicas: int = setting(
+        count(1, MAX_REPLICAS, example=2), 1, "Mooncake: machines that keep each object."
+    )
+    config_file: str | None = setting(
+        file(),
+        None,
+        "Mooncake: the file of vLLM's `MOONCAKE_CONFIG_PATH`, for what is not written here.",
     )
     hmac_key_file: str | None = setting(
         file(),
@@ -225,6 +252,9 @@ _ONLY: Final = {
     "cert_file": ", or write rediss:// for TLS",
     "key_file": ", or write rediss:// for TLS",
     "endpoint": "",
+    **dict.fromkeys(
+        ("protocol", "device_name", "metadata_server", "segment", "replicas", "config_file"), ""
+    ),
 }
 # What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
 _FIELDS_ALIKE: Final[Mapping[str, type]] = {"store": str, "model_version": bool}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tier_url import MOONCAKE
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError, StalledError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
@@ -37,6 +38,7 @@ from safe_offload.worker.memory.shared_memory import (
     Share,
     bytes_with_checksums,
     checksum_table,
+    map_alone,
     secret_of,
     share_memory,
 )
@@ -217,8 +219,13 @@ class Opening:
         guarded_tiers = []
         for config in self.config.tiers:
             facts = namespace_facts.facts_of(config)
-            with_tenants = replace(config, tenants_path=self.config.tenants or "")
-            tier, namespace_of = self.open_tier(with_tenants, geometry.slot_bytes, facts)
+            of_rank = replace(
+                config,
+                tenants_path=self.config.tenants or "",
+                segment_bytes=config.segment_bytes
+                and config.segment_bytes // self.config.world_size,
+            )
+            tier, namespace_of = self.open_tier(of_rank, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
             guarded = GuardedTier(
                 tier,
@@ -258,6 +265,9 @@ class Opening:
                 config, share = dataclasses.replace(config, ranks_per_copy=1), ALONE
         layout = _lay_out(geometry, device, config)
         self._check_host_bytes(share, layout)
+        if any(tier.location.scheme == MOONCAKE for tier in config.tiers):
+            with contextlib.suppress(SharingError):  # then its bytes are copied once more
+                return share, layout, HostMemory(map_alone(layout.size_bytes)), None
         return share, layout, HostMemory.allocate(layout.size_bytes), None
 
     def _open_pool(

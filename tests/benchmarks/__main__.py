@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("link", "bandwidth of one large copy, by kind of page-locked memory"),
         ("one_memory", "two processes that page-lock and copy the same host memory"),
         ("layouts", "contiguous blocks: gain for copies, cost for the forward pass"),
+        ("mooncake", "the Mooncake tier beside `mooncake.store` itself"),
+        ("pays", "which tier is faster than recomputing, by model and link"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")
     return run(parser, argv)

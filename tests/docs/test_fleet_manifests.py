@@ -35,7 +35,7 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.valkey.names import key_of
+from safe_offload.tiers.naming import key_of
 from tests.engine.http_server import hold_port
 from tests.kubernetes_api import VERSIONS, check, manifests
 from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of, tier_at

@@ -50,6 +50,13 @@ OTHER_FLAGS = {
         "valkey-server",
     ),
     **dict.fromkeys(("--user", "--tls", "--cacert"), "valkey-cli"),
+    **dict.fromkeys(
+        (
+            *("--rpc_address", "--rpc_port", "--metrics_port", "--default_kv_lease_ttl"),
+            "--eviction_high_watermark_ratio",
+        ),
+        "mooncake_master",
+    ),
 }
 OUR_COMMANDS = ("benchmarks", "gpu", "simulator")
 """Folders of tests that have commands."""

@@ -19,10 +19,10 @@ from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.config.tenants import parse
 from safe_offload.config.tiers import TierConfig, tiers
 from safe_offload.tiers.base import Result
+from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
-from safe_offload.tiers.valkey.names import key_of
 from tests.kubernetes_api import VERSIONS, check, manifests
 from tests.tiers.contract import filled, name_of, slot_of, tier_at
 from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary

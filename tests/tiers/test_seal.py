@@ -26,11 +26,11 @@ from safe_offload.tiers.naming import (
     facts_of,
     header,
     is_sealed,
+    key_of,
     namespace,
     namespace_folder,
 )
 from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
-from safe_offload.tiers.valkey.names import key_of
 from tests.tiers.contract import (
     PATIENCE_S,
     bytes_of,

@@ -39,7 +39,7 @@ from safe_offload.commands.bench.tier_place import EndedError, Place, Signals, p
 from safe_offload.commands.cache import places
 from safe_offload.commands.progress import Progress
 from safe_offload.config.settings import size
-from safe_offload.config.tier_url import FILE, SERVERS
+from safe_offload.config.tier_url import FILE, MOONCAKE, SERVERS
 from safe_offload.config.tiers import TIER_SETTINGS, TierConfig
 from safe_offload.config.units import GIB, MIB, format_bytes
 from safe_offload.errors import ConfigError, SafeOffloadError
@@ -47,6 +47,7 @@ from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.worker.loop_thread import new_event_loop
+from safe_offload.worker.memory.shared_memory import map_alone
 
 T = TypeVar("T")
 SIZE_BYTES_MAX: Final = 64 * GIB
@@ -237,7 +238,7 @@ class _Rig:
     def __init__(self, place: Place, signals: Signals, object_bytes: int, num_objects: int) -> None:
         self._place, self._signals = place, signals
         self._object_bytes, self._num_objects = object_bytes, num_objects
-        memory = mmap.mmap(-1, object_bytes * num_objects)
+        memory = map_alone(object_bytes * num_objects)
         pattern = os.urandom(min(len(memory), 1 << 20))
         for start in range(0, len(memory), len(pattern)):
             end = min(start + len(pattern), len(memory))
@@ -255,7 +256,7 @@ class _Rig:
         if config.location.scheme == FILE:
             folder = Path(config.location.path).with_name(f"limit-{self._object_bytes}")
             return DeviceLimit(folder, slots, config.num_threads)
-        if config.location.scheme in SERVERS:
+        if config.location.scheme in (*SERVERS, MOONCAKE):
             return SocketLimit(slots, config.num_connections, is_unix=not config.location.host)
         paths = lambda n: self._place.paths(self._limit_names(n))  # noqa: E731
         return StoreLimit(config, slots, paths, self._run)

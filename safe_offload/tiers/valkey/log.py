@@ -9,6 +9,7 @@ import logging
 from typing import Final
 
 from safe_offload.tiers.base import PlaceError
+from safe_offload.tiers.naming import ALL_KEYS
 from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.valkey.commands import (
     DELETING,
@@ -19,7 +20,6 @@ from safe_offload.tiers.valkey.commands import (
     WRITING,
     allowing,
 )
-from safe_offload.tiers.valkey.names import ALL_KEYS
 from safe_offload.tiers.valkey.replies import ErrorReply
 
 logger = logging.getLogger(f"vllm.{__name__}")

@@ -25,12 +25,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import KIB
 from safe_offload.tiers.base import Buffers, Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
-from safe_offload.tiers.seal import Digest
-from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
-from safe_offload.tiers.valkey.commands import DEL, EXISTS, GET, GETEX, PEXPIRE, SET, words_of
-from safe_offload.tiers.valkey.log import ServerLog, refusal
-from safe_offload.tiers.valkey.login import CLIENT_NAME, Login, LoginError, command, explained
-from safe_offload.tiers.valkey.names import (
+from safe_offload.tiers.naming import (
     ALL_KEYS,
     PREFIX,
     description_key,
@@ -38,6 +33,11 @@ from safe_offload.tiers.valkey.names import (
     name_of_key,
     namespace_of_key,
 )
+from safe_offload.tiers.seal import Digest
+from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.valkey.commands import DEL, EXISTS, GET, GETEX, PEXPIRE, SET, words_of
+from safe_offload.tiers.valkey.log import ServerLog, refusal
+from safe_offload.tiers.valkey.login import CLIENT_NAME, Login, LoginError, command, explained
 from safe_offload.tiers.valkey.replies import ErrorReply, Line, Misfit, OversizeError, Tree
 from safe_offload.tiers.valkey.servers import Node, Servers, Silence
 from safe_offload.tiers.valkey.wire import StaleError, Wire

@@ -140,7 +140,9 @@ def check_host_bytes(
         available_bytes: before any of them took its pool.
     """
     headroom_bytes = max(HEADROOM_BYTES_MIN, available_bytes * HEADROOM_PERCENT // 100)
-    usable_bytes = max(0, available_bytes - headroom_bytes)
+    segments_bytes = sum(tier.segment_bytes or 0 for tier in config.tiers)
+    segments_bytes = segments_bytes // config.world_size * num_ranks_on_host
+    usable_bytes = max(0, available_bytes - headroom_bytes - segments_bytes)
     needed_bytes = bytes_per_rank * num_ranks_on_host
     if needed_bytes <= usable_bytes:
         return
@@ -153,7 +155,9 @@ def check_host_bytes(
     )
     raise ConfigError(
         f'The host pool ("{key}") needs {asked}; {format_bytes(available_bytes)} of host memory '
-        f"is available, of which {format_bytes(headroom_bytes)} must stay free. "
+        f"is available, of which {format_bytes(headroom_bytes)} must stay free"
+        + (f' and {format_bytes(segments_bytes)} are for "segment"' if segments_bytes else "")
+        + ". "
         f"Fix: {_fitting_value(config, bytes_per_rank, usable_bytes // num_ranks_on_host)}"
     )
 

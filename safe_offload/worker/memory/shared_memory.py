@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES, HostLayout
+from safe_offload.memfds import map_memfd
 from safe_offload.observe.counters import is_milestone
 from safe_offload.protocol import Transfer
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -123,6 +124,22 @@ def share_memory(
     except (OSError, AttributeError) as error:  # the system refuses something, or has no memfd
         raise SharingError(str(error)) from error
     return HostMemory(mapping)
+
+
+def map_alone(size_bytes: int) -> mmap.mmap:
+    """Map memory of this process that a helper of it can map too.
+
+    Raises:
+        SharingError: the system refuses it, or may lack it later.
+    """
+    try:
+        descriptor = _make_memory(size_bytes)
+        try:
+            return map_memfd(descriptor)
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError) as error:
+        raise SharingError(str(error)) from error
 
 
 def secret_of(first_rank: int) -> bytes:
@@ -332,12 +349,7 @@ class _Meeting:
     def _map(self, descriptor: int) -> mmap.mmap:
         if os.fstat(descriptor).st_size != self.size_bytes:
             raise SharingError("the memory does not have the agreed size")
-        return mmap.mmap(
-            descriptor,
-            self.size_bytes,
-            flags=mmap.MAP_SHARED,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
+        return map_memfd(descriptor)
 
 
 def _new_socket() -> socket.socket:

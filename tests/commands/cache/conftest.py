@@ -14,10 +14,15 @@ from redis import Redis
 from safe_offload.commands.cache import places
 from safe_offload.commands.cache.place import Place
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.naming import DESCRIPTION_FILE, namespace_folder, path_of
+from safe_offload.tiers.naming import (
+    DESCRIPTION_FILE,
+    description_key,
+    key_of,
+    namespace_folder,
+    path_of,
+)
 from safe_offload.tiers.objects import store
 from safe_offload.tiers.objects.bucket import open_store
-from safe_offload.tiers.valkey.names import description_key, key_of
 from tests.bucket_server import BucketServer
 from tests.commands.cache.calls import (
     AFTER_RESET,

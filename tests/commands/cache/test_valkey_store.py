@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.commands.cache import places
-from safe_offload.tiers.valkey.names import description_key, key_of
+from safe_offload.tiers.naming import description_key, key_of
 from safe_offload.tiers.valkey.store import ValkeyStore
 from tests.commands.cache.calls import (
     FACTS,

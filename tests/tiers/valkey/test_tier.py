@@ -9,7 +9,7 @@ from redis import Redis
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
-from safe_offload.tiers.valkey.names import key_of
+from safe_offload.tiers.naming import key_of
 from tests.tiers.contract import TierContract, tier_at
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary
 

@@ -330,6 +330,14 @@ def test_all_ranks_of_the_machine_count():
     )
 
 
+def test_memory_given_to_a_store_of_many_machines_counts():
+    tier = {"url": "mooncake://master", "segment": "8GiB"}
+    check({"tiers": [tier]}, 11 * GIB, 20 * GIB)
+    message = refusal({"cpu_bytes_to_use": "12GiB", "tiers": [tier]}, 6 * GIB, 20 * GIB, 2)
+    assert '1.00 GiB must stay free and 8.00 GiB are for "segment"' in message
+    assert f'at most "{11 * 1024}MiB"' in message
+
+
 def test_the_fix_names_the_key_that_decided():
     message = refusal({"cpu_bytes_to_use_per_rank": "8GiB"}, 8 * GIB, 20 * GIB, 4)
     assert (

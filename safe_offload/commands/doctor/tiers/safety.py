@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from safe_offload.commands.doctor.findings import Finding, warning
-from safe_offload.config.tier_url import FILE
+from safe_offload.config.tier_url import FILE, MOONCAKE
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.valkey.login import LoginError, read_password
 
@@ -34,6 +34,7 @@ def check_safety(config: TierConfig) -> Iterator[Finding]:
     else:
         is_here = False  # its operator can write to it
         is_plain = endpoint.scheme.lower() == "http" and not _is_here(endpoint.hostname or "")
+        is_plain &= place.scheme != MOONCAKE  # which has no TLS
         fix = 'use https:// in "endpoint"'
     if is_plain:
         yield warning(

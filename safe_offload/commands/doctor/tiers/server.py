@@ -24,7 +24,7 @@ from safe_offload.commands.doctor.tiers.rates import (
 from safe_offload.config.printing import printable
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
-from safe_offload.tiers.naming import namespace
+from safe_offload.tiers.naming import ALL_KEYS, key_of, namespace
 from safe_offload.tiers.valkey.commands import (
     DEL,
     EXISTS,
@@ -42,7 +42,6 @@ from safe_offload.tiers.valkey.commands import (
     words_of,
 )
 from safe_offload.tiers.valkey.login import CLIENT_NAME
-from safe_offload.tiers.valkey.names import ALL_KEYS, key_of
 from safe_offload.tiers.valkey.replies import ErrorReply
 from safe_offload.tiers.valkey.servers import Node
 from safe_offload.tiers.valkey.store import ValkeyStore

@@ -9,7 +9,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.valkey.names import description_key, key_of, name_of_key, namespace_of_key
+from safe_offload.tiers.naming import description_key, key_of, name_of_key, namespace_of_key
 from tests.tiers.contract import FACTS, SPACE, name_of
 
 NAMES = [name_of(1), name_of(2, 7), Name(SPACE, 65535, b"\xff"), Name(bytes(16), 0, bytes(64))]

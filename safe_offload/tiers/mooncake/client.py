@@ -1,0 +1,262 @@
+"""The store of a Mooncake master, through a process that can be killed (`helper.py`).
+
+Bytes move between the store and host memory directly where that memory is a memfd, which the
+process maps too; others are copied through a memfd of the call's own. The files of `"share":
+"node"` are copied: a process that outlives its engine for a moment must not write to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from mmap import mmap
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any, Final
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.memfds import Memfd, address_of, find_memfd, map_memfd
+from safe_offload.tiers.base import Buffers
+from safe_offload.tiers.mooncake import helper
+from safe_offload.tiers.mooncake.settings import ENVIRONMENT
+
+CONNECT_TIMEOUT_S: Final = 2.0
+ANSWER_TIMEOUT_S: Final = 30.0
+"""For which a call may take; its process is then killed."""
+ANSWER_BYTES_MAX: Final = 1 << 20
+HELPER: Final = helper.__file__
+SPARE_BYTES_MIN: Final = 1 << 20
+
+# Codes of Mooncake's ErrorCode, mooncake-store/include/types.h.
+NO_ROOM: Final = -200
+INVALID: Final = -600
+NOT_FOUND: Final = -704
+ABSENT: Final = (NOT_FOUND, -703, -707)
+"""Not there, not written yet, its lease has expired."""
+NO_MASTER: Final = (-900, -901)
+_HARMLESS: Final = (NO_ROOM, INVALID, *ABSENT, *NO_MASTER)
+
+
+class Client:
+    """Calls to a store; any thread may make them, and waits for the answer.
+
+    A process is started when there is none. When it fails in a way that may leave a transfer under
+    way, it is killed: all its calls fail then, and no byte moves after they have returned.
+
+    Args:
+        segment_bytes: of memory that the process gives to the store.
+        num_calls: at a time; more of them wait.
+
+    Every call raises OSError if there is no answer.
+    """
+
+    def __init__(self, config: TierConfig, segment_bytes: int = 0, num_calls: int = 1) -> None:
+        self._config = config
+        self._segment_bytes = segment_bytes
+        self._num_calls = num_calls
+        self._process: _Process | None = None
+        self._starting = threading.Lock()
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        """Return which objects are there."""
+        codes = self._call("has", keys)
+        if failed := [code for code in codes if code < 0]:
+            raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
+        return [code == 1 for code in codes]
+
+    def sizes(self, keys: Sequence[str]) -> list[int]:
+        """Return how long objects are, or their codes."""
+        return self._call("sizes", keys)
+
+    def get(self, keys: Sequence[str], slots: Sequence[Buffers]) -> list[int]:
+        """Read objects of the length of their slots; return lengths or codes."""
+        with self._running().channel() as channel:
+            return channel.move("get", keys, slots)
+
+    def put(self, keys: Sequence[str], slots: Sequence[Buffers]) -> list[int]:
+        """Write objects; return codes."""
+        is_kept = self._config.store == "hit"  # of others nobody knows whether they will be hit
+        with self._running().channel() as channel:
+            return channel.move("put", keys, slots, self._config.replicas, is_kept)
+
+    def delete(self, keys: Sequence[str]) -> list[int]:
+        """Delete objects; return codes."""
+        return self._call("delete", keys)
+
+    def kill(self) -> None:
+        """Kill the process, unless it is starting: calls under way fail when it has ended."""
+        if (process := self._process) is not None and process.is_ready:
+            process.program.kill()
+
+    def close(self) -> None:
+        """End the process; no call is under way, and none comes."""
+        if (process := self._process) is not None:
+            with contextlib.suppress(OSError), process.channel() as channel:
+                if self._segment_bytes:  # else the master misses nothing
+                    channel.call("close")
+            process.end()
+
+    def _call(self, verb: str, keys: Sequence[str]) -> list[int]:
+        if not keys:
+            return []
+        with self._running().channel() as channel:
+            codes: list[int] = channel.call(verb, keys)
+        return codes
+
+    def _running(self) -> _Process:
+        """Return the process, which is started if there is none."""
+        with self._starting:
+            if self._process is not None and self._process.program.returncode is None:
+                return self._process
+            arguments = setup_arguments(self._config, self._segment_bytes)
+            process = self._process = _Process(self._num_calls)
+            with process.channel() as channel:
+                if code := channel.call("set_up", *arguments):
+                    problem = f"a client of Mooncake could not be set up (code {code})"
+                    raise OSError(errno.EIO, problem)
+            process.is_ready = True
+            return process
+
+
+class _Channel:
+    """A connection to the process, and a memfd for bytes that are copied."""
+
+    def __init__(self, process: _Process, connection: Connection) -> None:
+        self._process = process
+        self._connection = connection
+        self._spare: mmap | None = None
+
+    def call(self, verb: str, *arguments: object, descriptor: int = -1) -> Any:
+        """Return an answer; a descriptor is sent along. OSError if there is none."""
+        self._connection.send_bytes(json.dumps([verb, *arguments]).encode())
+        if descriptor >= 0:
+            send_handle(self._connection, descriptor, self._process.program.pid)
+        try:
+            if not self._connection.poll(ANSWER_TIMEOUT_S):
+                raise TimeoutError(errno.ETIMEDOUT, "Mooncake's client does not answer")
+            answer, problem = json.loads(self._connection.recv_bytes(ANSWER_BYTES_MAX))
+        except (EOFError, ConnectionError, ValueError) as error:
+            raise OSError(errno.EIO, "Mooncake's client has ended") from error
+        if problem:
+            raise OSError(errno.EIO, f"Mooncake's client failed: {problem}")
+        return answer
+
+    def move(
+        self, verb: str, keys: Sequence[str], slots: Sequence[Buffers], *more: object
+    ) -> list[int]:
+        """Get or put objects; bytes that are in no memfd are copied."""
+        buffers = [[(address_of(each), each.nbytes) for each in slot if each] for slot in slots]
+        # From where bytes are, and how many, to where they are copied.
+        copies = {at: 0 for slot in buffers for at in slot if find_memfd(at[0]) is None}
+        end = self._spare_of(sum(length for _, length in copies))
+        for address, length in copies:
+            copies[address, length], end = end, end + length
+        objects = [
+            _joined([self._place(copies.get(at, at[0]), at[1]) for at in each]) for each in buffers
+        ]
+        for (address, length), copy in copies.items() if verb == "put" else ():
+            ctypes.memmove(copy, address, length)
+        codes: list[int] = self.call(verb, keys, objects, *more)
+        if any(code < 0 and code not in _HARMLESS for code in codes):
+            self._process.end()
+        for (address, length), copy in copies.items() if verb == "get" else ():
+            ctypes.memmove(address, copy, length)
+        return codes
+
+    def _place(self, address: int, length: int) -> tuple[int, int, int]:
+        """Return how the process knows an address in a memfd."""
+        memfd = find_memfd(address)
+        assert memfd is not None
+        self._process.open(memfd, self)
+        return memfd.number, address - memfd.start, length
+
+    def _spare_of(self, size_bytes: int) -> int:
+        """Return the address of memory for so many bytes that are copied."""
+        if self._spare is None or len(self._spare) < size_bytes:
+            descriptor = os.memfd_create("safe-offload-copies", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, max(size_bytes, SPARE_BYTES_MIN))
+                self._spare = map_memfd(descriptor)
+            finally:
+                os.close(descriptor)
+        return address_of(memoryview(self._spare))
+
+
+class _Process:
+    """A process that runs `helper.py`.
+
+    Attributes:
+        is_ready: its client is set up; `Client` sets it.
+    """
+
+    def __init__(self, num_channels: int) -> None:
+        pairs = [socket.socketpair() for _ in range(num_channels)]
+        theirs = [their.fileno() for _, their in pairs]
+        self.program = subprocess.Popen(
+            [sys.executable, "-P", HELPER, *map(str, theirs)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=ENVIRONMENT | os.environ,
+            pass_fds=theirs,
+            process_group=0,  # a Ctrl-C is for the engine, which ends it
+        )
+        self.is_ready = False
+        self._channels: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
+        for our, their in pairs:
+            their.close()
+            self._channels.put(_Channel(self, Connection(our.detach())))
+        self._opened: set[int] = set()
+        self._opening = threading.Lock()
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[_Channel]:
+        """Yield a channel that nobody else uses; an error ends the process."""
+        channel = self._channels.get()
+        try:
+            yield channel
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            self._channels.put(channel)
+
+    def open(self, memfd: Memfd, channel: _Channel) -> None:
+        """Let the process map a memfd, once."""
+        with self._opening:
+            if memfd.number not in self._opened:
+                channel.call("open", memfd.number, descriptor=memfd.descriptor)
+                self._opened.add(memfd.number)
+
+    def end(self) -> None:
+        """Kill it, and return when it has ended: it touches no memory any more."""
+        self.program.kill()
+        self.program.wait()
+
+
+def _joined(places: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return ranges, of which those that follow each other are one: Mooncake moves each alone."""
+    found: list[tuple[int, int, int]] = []
+    for number, start, length in places:
+        if found and (found[-1][0], sum(found[-1][1:])) == (number, start):
+            found[-1] = number, found[-1][1], found[-1][2] + length
+        else:
+            found.append((number, start, length))
+    return found
+
+
+def setup_arguments(config: TierConfig, segment_bytes: int) -> tuple[object, ...]:
+    """Return what a client is set up with; raise OSError if its master is away."""
+    place = config.location
+    with socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S) as connection:
+        here = os.environ.get("VLLM_HOST_IP") or connection.getsockname()[0]
+    network = config.protocol, config.device_name, f"{place.host}:{place.port}"
+    return here, config.metadata_server, segment_bytes, 0, *network

@@ -1,0 +1,147 @@
+"""The process that a client of Mooncake Store runs in, for `client.Store`.
+
+A client may write to the target of a read after the read has failed and returned, keep the GIL
+while it is set up and closed, or hang (0.3.13.post1). This process can be killed, and what it would
+still write goes with it. It runs as a script that imports nothing of the package, so it starts in a
+tenth of a second. Each argument is the descriptor of a channel that carries one call at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any, Final
+
+REGISTERED_BYTES: Final = 1 << 30
+"""Of host memory that is registered at a time, when a slot in it is first used."""
+
+Ranges = Sequence[tuple[int, int, int]]
+"""Of an object: number of a memory, offset, length."""
+
+
+class Memory:
+    """A memfd of the engine, mapped and, as far as it was used, registered."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._mapping = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._parts: set[int] = set()
+        self._lock = threading.Lock()
+
+    def pieces(self, store: Any, start: int, length: int) -> Iterator[tuple[int, int]]:
+        """Yield address and length of the pieces of a range, each in one registered part."""
+        end = start + length
+        while start < end:
+            part = start // REGISTERED_BYTES
+            with self._lock:
+                if part not in self._parts:
+                    self._register(store, part)
+            piece_end = min(end, (part + 1) * REGISTERED_BYTES)
+            yield self._base + start, piece_end - start
+            start = piece_end
+
+    def _register(self, store: Any, part: int) -> None:
+        start = part * REGISTERED_BYTES
+        length = min(REGISTERED_BYTES, len(self._mapping) - start)
+        if code := store.register_buffer(self._base + start, length):
+            raise OSError(f"{length} bytes of host memory cannot be registered (code {code})")
+        self._parts.add(part)
+
+
+class Helper:
+    """The client and the memory it uses; its methods are the calls that come over channels."""
+
+    def __init__(self) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store = MooncakeDistributedStore()
+        self._memories: dict[int, Memory] = {}
+
+    def set_up(self, *arguments: Any) -> Any:
+        """Set the client up; return a code."""
+        return self._store.setup(*arguments)
+
+    def open(self, number: int, channel: Connection) -> None:
+        """Map a memfd, whose descriptor comes next."""
+        self._memories[number] = Memory(recv_handle(channel))
+
+    def has(self, keys: Sequence[str]) -> Any:
+        """See `Store.has`."""
+        return self._store.batch_is_exist(keys)
+
+    def sizes(self, keys: Sequence[str]) -> list[int]:
+        """See `Store.sizes`."""
+        return [self._store.get_size(key) for key in keys]
+
+    def get(self, keys: Sequence[str], objects: Sequence[Ranges]) -> Any:
+        """See `Store.get`."""
+        return self._store.batch_get_into_multi_buffers(keys, *self.places(objects))
+
+    def put(
+        self, keys: Sequence[str], objects: Sequence[Ranges], num_replicas: int, is_kept: object
+    ) -> Any:
+        """See `Store.put`."""
+        from mooncake.store import ReplicateConfig, SoftPinAction
+
+        how = ReplicateConfig()
+        how.replica_num = num_replicas
+        if is_kept:
+            how.soft_pin_action = SoftPinAction.ENABLE
+        return self._store.batch_put_from_multi_buffers(keys, *self.places(objects), how)
+
+    def delete(self, keys: Sequence[str]) -> list[int]:
+        """Delete objects, whoever reads them at this moment."""
+        return [self._store.remove(key, True) for key in keys]
+
+    def close(self) -> None:
+        """Take the memory of this process out of the store."""
+        self._store.close()
+
+    def places(self, objects: Sequence[Ranges]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return addresses and lengths of what objects are read into, or written from."""
+        pieces = [
+            [
+                piece
+                for number, start, length in ranges
+                for piece in self._memories[number].pieces(self._store, start, length)
+            ]
+            for ranges in objects
+        ]
+        return [[at for at, _ in each] for each in pieces], [
+            [n for _, n in each] for each in pieces
+        ]
+
+
+def serve(helper: Helper, channel: Connection) -> None:
+    """Answer calls until the engine has ended or closed the channel."""
+    while True:
+        try:
+            verb, *arguments = json.loads(channel.recv_bytes())
+            if verb == "open":
+                arguments.append(channel)
+            try:
+                answer = [getattr(helper, verb)(*arguments), ""]
+            except Exception as error:
+                answer = [None, f"{type(error).__name__}: {error}"]
+            channel.send_bytes(json.dumps(answer).encode())
+        except (EOFError, OSError):
+            os.kill(os.getpid(), signal.SIGKILL)  # whatever the client is doing
+
+
+def main(helper: Helper) -> None:
+    """Serve the channels that the arguments name."""
+    for descriptor in sys.argv[1:]:
+        threading.Thread(target=serve, args=(helper, Connection(int(descriptor)))).start()
+
+
+if __name__ == "__main__":
+    main(Helper())

@@ -1,0 +1,252 @@
+"""Mooncake Store as a place: objects go from and to host slots, over RDMA or TCP.
+
+An object is a header and the bytes of a slot, as ranges of one object of the store. Calls block, so
+they are made on threads of its own. What the master evicts, and what was in the memory of an engine
+that has ended, is absent. Clients cannot list keys: the pages of the master do. Neither says when
+an object was used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import math
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Final
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.threads import start_threads
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Name, PlaceError, Result
+from safe_offload.tiers.batch import Batch
+from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
+from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
+from safe_offload.tiers.mooncake.settings import complete
+from safe_offload.tiers.rare_log import RareLog
+from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.waiting import outlast
+
+CHUNK_OBJECTS: Final = 64
+CHUNK_BYTES: Final = 64 << 20
+"""Of one call to the store, about: what has not been begun when a batch is given up is left."""
+JOBS: Final = 2
+"""Of a batch at a time: while one moves bytes, the other one computes checksums."""
+MOVERS: Final = (NUM_FETCHES + NUM_SPILLS) * JOBS
+ASKERS: Final = 2
+GRACE_S: Final = 0.9
+"""For which a call that was given up may go on, before its process is killed: a little less than
+`guarded_tier.GRACE_S`."""
+PAGES_PORT: Final = 9003
+PAGES_TIMEOUT_S: Final = 10.0
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+Work = Callable[[Batch, Sequence[int]], None]
+
+
+class MooncakeStore(Store):
+    """See `Store`.
+
+    One process (`Client`) gives memory to the store, asks and deletes. Another one moves bytes, and
+    is killed when a transfer fails or hangs, which takes nothing from the store.
+
+    Raises:
+        ConfigError: a package or a device is missing, or the system refuses a thread.
+    """
+
+    use = "WRITTEN"
+    piece_bytes = 1 << 40  # an object is read as a whole
+
+    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+        super().__init__(config, slot_bytes)
+        config = complete(config)
+        self._pages = config.endpoint or f"http://{config.location.host}:{PAGES_PORT}"
+        self._log = RareLog(self.label)
+        segment_bytes = (config.segment_bytes or 0) if slot_bytes else 0
+        self._home = Client(config, segment_bytes, MOVERS + ASKERS)
+        self._mover = Client(config, num_calls=MOVERS)
+        self._movers = start_threads(MOVERS, "safe-offload-tier-move")
+        self._askers = start_threads(ASKERS, "safe-offload-tier-ask")
+        self._is_closed = False
+
+    # ---- engines ------------------------------------------------------------------------------
+
+    async def has(self, names: Sequence[Name]) -> list[bool]:
+        found: list[bool] = await self._ask(self._home.has, [self.key_of(name) for name in names])
+        return found
+
+    async def get(self, batch: Batch) -> None:
+        await self._run(self._read, batch)
+
+    async def put(self, batch: Batch) -> None:
+        await self._run(self._write, batch)
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        codes = await self._ask(self._home.delete, keys)
+        if failed := [code for code in codes if code not in (0, NOT_FOUND)]:
+            raise PlaceError(f"objects cannot be deleted (code {failed[0]})")
+        return [code == 0 for code in codes]
+
+    async def describe(self, namespace: bytes, text: bytes) -> float:
+        key = naming.description_key(namespace).decode()
+        await self._ask(self._home.delete, [key])  # what is there stays as it is
+        codes = await self._ask(self._home.put, [key], [(memoryview(bytearray(text)),)])
+        if codes != [0]:
+            raise PlaceError(f"objects cannot be written (code {codes[0]})", "Give it memory")
+        return math.inf
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.wait([asyncio.wrap_future(self._askers.submit(self._leave))])
+            self._askers.shutdown(wait=False)
+
+    async def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return await asyncio.wrap_future(self._askers.submit(call, *arguments))
+        except OSError as error:
+            raise PlaceError(
+                f"there is no connection to the master: {error.strerror or error}",
+                "Check the url, the network, and whether mooncake_master runs",
+                is_down=True,
+            ) from error
+
+    async def _run(self, work: Work, batch: Batch) -> None:
+        jobs = [self._movers.submit(self._work_off, batch, work) for _ in range(JOBS)]
+        loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            batch.left.clear()
+            for job in jobs:
+                job.cancel()
+            loop.call_later(GRACE_S, end)
+
+        def end() -> None:
+            if not all(job.done() for job in jobs):
+                self._mover.kill()
+                loop.call_later(GRACE_S, end)
+
+        await outlast([asyncio.wrap_future(job) for job in jobs], give_up)
+
+    # ---- on threads ---------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        self._movers.shutdown(wait=True)
+        self._mover.close()
+        self._home.close()
+
+    def _work_off(self, batch: Batch, work: Work) -> None:
+        """Do objects of a batch, a chunk at a time, until none is left."""
+        chunk: Sequence[int] = ()
+        try:
+            while chunk := list(_chunk_of(batch)):
+                work(batch, chunk)
+        except OSError as error:
+            if self._log.is_due(str(error)[:80]):
+                logger.warning("Tier %s failed to use its store: %s.", self.label, error)
+        finally:
+            undone = [index for index in chunk if batch.results[index] is Result.CANCELLED]
+            batch.settle([*undone, *(batch.take_left() if undone else ())], Result.FAILED)
+
+    def _read(self, batch: Batch, chunk: Sequence[int]) -> None:
+        found = [self.key_of(batch.names[index]) for index in chunk]
+        headers = [memoryview(bytearray(naming.HEADER_BYTES)) for _ in chunk]
+        ranges = [(h, *batch.slots[i]) for h, i in zip(headers, chunk, strict=True)]
+        codes = self._mover.get(found, ranges)
+        for index, key, code, header in zip(chunk, found, codes, headers, strict=True):
+            if code == batch.size_of(index):
+                result = batch.judge(index, bytes(header), batch.slots[index])
+            else:
+                result = self._result_of(key, code, batch.size_of(index))
+            batch.results[index] = result
+
+    def _result_of(self, key: str, code: int, length: int) -> Result:
+        """Return what became of an object of which other bytes came than expected."""
+        if code in ABSENT:
+            return Result.ABSENT
+        # What an object of another length is answered with may mean any other failure, too.
+        (size_bytes,) = self._home.sizes([key])
+        if size_bytes in ABSENT:
+            return Result.ABSENT
+        return Result.CORRUPT if 0 <= size_bytes != length else Result.FAILED
+
+    def _write(self, batch: Batch, chunk: Sequence[int]) -> None:
+        self._home.delete([self.key_of(batch.names[i]) for i in chunk if batch.is_bad(i)])
+        there = self._home.has([self.key_of(batch.names[index]) for index in chunk])
+        absent = [index for index, is_there in zip(chunk, there, strict=True) if not is_there]
+        batch.settle(set(chunk).difference(absent), Result.PRESENT)
+        if not absent:
+            return
+        headers = [memoryview(bytearray(batch.header(index))) for index in absent]
+        ranges = [(h, *batch.slots[i]) for h, i in zip(headers, absent, strict=True)]
+        codes = self._mover.put([self.key_of(batch.names[index]) for index in absent], ranges)
+        for index, code in zip(absent, codes, strict=True):
+            failed = Result.FULL if code == NO_ROOM else Result.FAILED
+            batch.results[index] = Result.DONE if code == 0 else failed
+
+    # ---- operators ----------------------------------------------------------------------------
+
+    async def namespaces(self) -> list[str]:
+        return sorted({naming.namespace_of_key(key) for key in await self._keys()} - {""})
+
+    async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
+        found = await self._keys()
+        if namespace:
+            found = [key for key in found if naming.namespace_of_key(key) == namespace]
+        for start in range(0, len(found), PAGE_ITEMS):
+            some = [key.decode() for key in found[start : start + PAGE_ITEMS]]
+            sizes = await self._ask(self._home.sizes, some)
+            # What has no size was evicted meanwhile.
+            items = (self._item(*each) for each in zip(some, sizes, strict=True) if each[1] >= 0)
+            yield [item for item in items if item is not None]
+
+    def _item(self, key: str, size_bytes: int) -> Item | None:
+        namespace = naming.namespace_of_key(key.encode())
+        if not namespace or key == self.description_key(namespace):
+            return None
+        return Item(namespace, key, naming.name_of_key(key.encode()), size_bytes, 0.0)
+
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        (size_bytes,) = await self._ask(self._home.sizes, [key])
+        found = memoryview(bytearray(max(size_bytes, 0)))
+        codes = await self._ask(self._mover.get, [key], [(found,)]) if found else []
+        if codes != [size_bytes]:
+            raise FileNotFoundError(key)
+        return bytes(found[start : start + length])
+
+    async def _keys(self) -> list[bytes]:
+        """Return the keys of ours."""
+        page = f"{self._pages}/get_all_keys"
+
+        def look() -> bytes:
+            with urllib.request.urlopen(page, timeout=PAGES_TIMEOUT_S) as answer:
+                return bytes(answer.read())
+
+        try:
+            found = await asyncio.wrap_future(self._askers.submit(look))
+        except (OSError, http.client.HTTPException) as error:
+            raise PlaceError(
+                f"{page} does not answer: {getattr(error, 'reason', error)}",
+                "Give the address of the master's pages (its metrics_port) with --endpoint",
+            ) from error
+        return [key for key in found.split() if key.startswith(naming.PREFIX.encode())]
+
+    def key_of(self, name: Name) -> str:
+        """See `Store`."""
+        return naming.key_of(name).decode()
+
+    def description_key(self, namespace: str) -> str:
+        """See `Store`."""
+        return naming.description_key(bytes.fromhex(namespace)).decode()
+
+
+def _chunk_of(batch: Batch) -> Iterator[int]:
+    """Yield what one call moves of the objects that have not been begun."""
+    size_bytes = 0
+    for count, index in enumerate(batch.take_left(), start=1):
+        yield index
+        size_bytes += sum(buffer.nbytes for buffer in batch.slots[index])
+        if count == CHUNK_OBJECTS or size_bytes >= CHUNK_BYTES:
+            return

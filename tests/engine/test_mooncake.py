@@ -1,0 +1,116 @@
+"""Real engines that share a Mooncake Store: what one has computed, another one answers."""
+
+import threading
+import time
+
+import pytest
+
+from tests.engine.engines import connector, make_prompts, run
+from tests.engine.http_server import HttpServer
+from tests.engine.test_network_tiers import NUM_BLOCKS, check_shared, make_job
+from tests.mooncake_server import Master, Segment, find_master
+from tests.valkey_server import Server
+
+pytestmark = pytest.mark.skipif(
+    find_master() is None, reason="Mooncake is not installed: make servers"
+)
+
+
+def test_what_one_engine_computes_another_answers_from_mooncake_as_from_valkey(model, tmp_path):
+    """The first engine writes to both, and each of the others reads from one of them."""
+    with (
+        Server(tmp_path / "valkey") as valkey,
+        Master(tmp_path / "mooncake") as master,
+        Segment(tmp_path / "mooncake", master),
+    ):
+        tiers = [{"url": f"redis://{valkey.host_port}"}, {"url": master.url}]
+        (first,) = run(tmp_path / "first", make_job(model("llama"), *tiers))
+        assert first.count("tier_written_objects") == 2 * NUM_BLOCKS
+        for tier in tiers:
+            (other,) = run(tmp_path / tier["url"][:5], make_job(model("llama"), tier))
+            check_shared(first, other)
+
+
+class Load(threading.Thread):
+    """Asks servers for long prompts in turns; answers of the same prompt must be the same."""
+
+    def __init__(self, servers: list[HttpServer]) -> None:
+        super().__init__()
+        self.servers = servers
+        self.answers: dict[str, list[int]] = {}
+        self.times_s: list[float] = []
+        self.problems: list[str] = []
+        self.is_over = False
+        self._prompts = make_prompts(641, "ABCDEF")
+
+    def run(self) -> None:
+        while not self.is_over:
+            for name, prompt in self._prompts.items():
+                for server in list(self.servers):
+                    self.ask(server, name, prompt)
+
+    def ask(self, server: HttpServer, name: str, prompt: list[int]) -> None:
+        begin_s = time.monotonic()
+        try:
+            answer = server.ask(prompt)
+        except OSError as error:
+            if server in self.servers:  # else it has been killed meanwhile
+                self.problems.append(f"{name}: {error}")
+            return
+        self.times_s.append(time.monotonic() - begin_s)
+        if self.answers.setdefault(name, answer) != answer:
+            self.problems.append(f"{name}: {answer} after {self.answers[name]}")
+
+    def wait_for_rounds(self, count: int) -> None:
+        """Let it ask for every prompt some times more."""
+        end = len(self.times_s) + count * len(self._prompts) * len(self.servers)
+        while len(self.times_s) < end and self.is_alive():
+            time.sleep(0.05)
+
+
+@pytest.mark.nightly
+def test_answers_go_on_while_a_master_and_an_engine_are_restarted(model, tmp_path):
+    """The first engine gives the store its memory."""
+    with Master(tmp_path / "mooncake", client_ttl="3") as master:
+        tier = {"url": master.url}
+        servers = [
+            HttpServer(
+                model("llama"),
+                tmp_path / name,
+                num_blocks=40,
+                config=connector(60, tiers=[tier | more]),
+            )
+            for name, more in (("first", {"segment": "64MiB"}), ("second", {}))
+        ]
+        first, second = servers
+        with first, second:
+            for server in servers:
+                server.wait_until_healthy()
+            load = Load(servers)
+            load.start()
+            try:
+                load.wait_for_rounds(3)
+                read_before = second.count("tier_read_objects")
+                master.kill()
+                load.wait_for_rounds(2)
+                master.start()
+                load.wait_for_rounds(2)
+                servers.remove(first)
+                first.kill()
+                load.wait_for_rounds(3)
+                first.start()
+                first.wait_until_healthy()
+                servers.append(first)
+                load.wait_for_rounds(4)
+            finally:
+                load.is_over = True
+                load.join()
+            assert load.problems == []
+            assert read_before > 0, "the second engine read what the first had written"
+            for server in servers:
+                for name in ("contained_errors", "transfer_failures", "checksum_mismatches"):
+                    assert server.count(name) == 0, name
+            for line in second.metrics_text().splitlines():
+                if "tier_wait" in line and not line.startswith("#"):
+                    print(line)
+    print(f"{len(load.times_s)} answers, the longest {max(load.times_s):.2f} s")

@@ -1,0 +1,116 @@
+"""What operators see of Mooncake Store: `safe-offload cache` and `doctor`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from safe_offload.commands.cli import main
+from safe_offload.commands.doctor.findings import Severity
+from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.config.tier_url import MASTER_PORT
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Result
+from safe_offload.tiers.mooncake.store import PAGES_PORT
+from safe_offload.tiers.naming import key_of, namespace
+from tests.kubernetes_api import check, resources_of
+from tests.mooncake_server import Master, mooncake_tier
+from tests.tiers.contract import FACTS, SPACE, filled, name_of
+
+MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "mooncake.yaml"
+OTHER_FACTS = {"model": "b", "rank": 0}
+
+
+@pytest.fixture
+async def stored(config):
+    """Three objects of one model, and one of another."""
+    for facts, count in ((FACTS, 3), (OTHER_FACTS, 1)):
+        tier = mooncake_tier(config, facts)
+        names = [name_of(number, space=namespace(facts)) for number in range(count)]
+        spilled = await tier.spill(names, [filled((8192,), number) for number in range(count)])
+        assert set(spilled) <= {Result.DONE, Result.PRESENT}
+        await tier.close()
+
+
+@pytest.fixture
+def cache(master, capsys):
+    """Run `safe-offload cache` on the master; return the exit status, and the JSON or the error."""
+
+    def run(action, *more):
+        pages = f"http://127.0.0.1:{master.metrics_port}"
+        arguments = ["cache", action, master.url, *more, "--endpoint", pages, "--json"]
+        status = main(arguments)
+        said = capsys.readouterr()
+        return status, json.loads(said.out) if said.out.strip() else said.err
+
+    return run
+
+
+def test_namespaces_are_listed_checked_and_deleted(stored, cache, anyone):
+    status, found = cache("ls")
+    assert status == 0
+    counts = {each["namespace"]: each["num_objects"] for each in found["namespaces"]}
+    assert counts[SPACE.hex()] == 3
+    models = {each["namespace"]: each["facts"].get("model") for each in found["namespaces"]}
+    assert (models[SPACE.hex()], models[namespace(OTHER_FACTS).hex()]) == ("a", "b")
+
+    assert cache("verify")[1]["bad"] == []
+    key = key_of(name_of(1)).decode()
+    good = bytes(anyone.get(key))
+    anyone.remove(key, True)
+    anyone.put(key, good[:-1] + bytes([good[-1] ^ 1]))
+    status, found = cache("verify", "--delete")
+    assert [each["file"] for each in found["bad"]] == [key]
+
+    assert cache("rm", SPACE.hex())[1]["num_objects"] == 2
+    counts = {each["namespace"]: each["num_objects"] for each in cache("ls")[1]["namespaces"]}
+    assert counts == {namespace(OTHER_FACTS).hex(): 1}
+    assert "does not report when objects were last used" in cache("prune", "--older-than", "1d")[1]
+
+
+def test_a_master_that_is_away_is_said_to_be(tmp_path, capsys):
+    assert main(["cache", "ls", Master(tmp_path).url]) != 0
+    assert "there is no connection to the master" in capsys.readouterr().err
+
+
+def findings_of(config):
+    return {found.id: found for found in check_tier(config)}
+
+
+def test_doctor_tries_a_master_and_says_how_fast_it_is(config, anyone):
+    found = findings_of(config)
+    assert found["tiers.mooncake"].severity is Severity.OK
+    assert "read at" in found["tiers.rate"].found
+    assert found["tiers.key"].severity is Severity.WARNING
+
+
+def test_doctor_says_what_is_missing(tmp_path):
+    away = Master(tmp_path)
+    found = findings_of(TierConfig.at(away.url))["tiers.mooncake"]
+    assert "there is no connection to the master" in found.found
+    assert "engines start without it" in found.found
+    rdma = findings_of(TierConfig.at(away.url, protocol="rdma", device_name="mlx5_99"))
+    assert (
+        "mlx5_99" in rdma["tiers.mooncake"].found
+        or "no RDMA device" in rdma["tiers.mooncake"].found
+    )
+    with Master(tmp_path / "empty") as master:
+        found = findings_of(TierConfig.at(master.url))["tiers.rate"]
+        assert "a master with memory of some machine" in found.expected
+
+
+async def test_the_manifest_of_a_master_is_valid_and_starts_one(tmp_path):
+    found = resources_of(MANIFEST.read_text())
+    for resource in found.values():
+        check(resource)
+    (pod,) = (each for (kind, _), each in found.items() if kind == "Deployment")
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["mooncake_master"]
+    flags = dict(flag.removeprefix("--").split("=") for flag in container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"rpc": int(flags.pop("rpc_port")), "metrics": int(flags.pop("metrics_port"))}
+    assert (ports["rpc"], ports["metrics"]) == (MASTER_PORT, PAGES_PORT)
+    with Master(tmp_path, **flags) as master:
+        tier = mooncake_tier(TierConfig.at(master.url), FACTS)
+        assert await tier.probe([name_of(1)]) == [False]
+        await tier.close()

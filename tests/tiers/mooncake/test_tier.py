@@ -1,0 +1,40 @@
+"""Mooncake Store as a tier, on a real master: the contract, and what can go wrong."""
+
+from typing import Any
+
+import pytest
+
+from safe_offload.tiers.base import Name
+from safe_offload.tiers.naming import key_of
+from tests.mooncake_server import mooncake_tier
+from tests.tiers.contract import TierContract
+
+
+class TestOnMaster(TierContract):
+    flip_every = 20
+    num_races = 4
+
+    @pytest.fixture(autouse=True)
+    def empty(self, anyone):
+        """Each test begins with nothing in the store."""
+        anyone.remove_by_regex(".*", True)
+
+    @pytest.fixture
+    def make_tier(self, config, anyone):
+        self.anyone = anyone
+        return lambda: mooncake_tier(config, {"model": "a", "rank": 0})
+
+    def stored(self, make_tier: Any, name: Name) -> bytes:
+        return bytes(self.anyone.get(key_of(name).decode()))
+
+    def store(self, make_tier: Any, name: Name, data: bytes) -> None:
+        self.delete(make_tier, name)
+        assert self.anyone.put(key_of(name).decode(), data) == 0
+
+    def delete(self, make_tier: Any, name: Name) -> None:
+        self.anyone.remove(key_of(name).decode(), True)
+
+    @pytest.mark.parametrize("cut", [1, 100, 4095, 4096, 4097, 8191])
+    async def test_a_truncated_object_is_corrupt(self, make_tier, tier, cut):
+        """The store keeps no object without bytes."""
+        await super().test_a_truncated_object_is_corrupt(make_tier, tier, cut)

@@ -1,0 +1,400 @@
+"""What a master, its machines and others who write to it can do: at worst misses."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.errors import ConfigError
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Result
+from safe_offload.tiers.guarded_tier import GuardedTier
+from safe_offload.tiers.mooncake import client, helper, settings
+from safe_offload.tiers.naming import key_of
+from safe_offload.tiers.seal import Seal
+from safe_offload.worker.memory.shared_memory import map_alone
+from tests.mooncake_server import Master, Segment, mooncake_tier
+from tests.tiers.contract import (
+    BAD,
+    FACTS,
+    PATIENCE_S,
+    SPACE,
+    bytes_of,
+    fetch_one,
+    filled,
+    name_of,
+    slot_of,
+    spill_one,
+)
+
+OBJECT_BYTES = 1 << 20
+HEADER = naming.HEADER_BYTES
+REAL_HELPER = client.HELPER
+NUM_OBJECTS = 16
+NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
+MARK = b"\xaa" * OBJECT_BYTES
+
+
+def shared_slot(data: bytes) -> tuple:
+    """A slot that a process of the client reads and writes by itself."""
+    memory = map_alone(len(data))
+    memory[:] = data
+    return (memoryview(memory),)
+
+
+def slots_of() -> list:
+    return [shared_slot(bytes(OBJECT_BYTES)) for _ in NAMES]
+
+
+def sources() -> list:
+    return [shared_slot(random.Random(n).randbytes(OBJECT_BYTES)) for n in range(NUM_OBJECTS)]
+
+
+@contextlib.asynccontextmanager
+async def opened(config, seal=None):
+    """A tier that is closed in the end."""
+    tier = mooncake_tier(config, FACTS, seal) if seal else mooncake_tier(config, FACTS)
+    try:
+        yield tier
+    finally:
+        await asyncio.wait_for(tier.close(), PATIENCE_S)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A master and a segment that only this test uses."""
+    with Master(tmp_path, client_ttl="3") as master, Segment(tmp_path, master) as segment:
+        yield master, segment
+
+
+@pytest.mark.nightly
+async def test_no_slot_is_written_to_after_a_read_that_failed_has_returned(tmp_path, monkeypatch):
+    """The machine with the objects stops in the middle of a read, and goes on after it."""
+    for name in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, "30")
+    with Master(tmp_path, client_ttl="3600") as master, Segment(tmp_path, master) as segment:
+        async with opened(TierConfig.at(master.url)) as tier:
+            assert set(await tier.spill(NAMES, sources())) == {Result.DONE}
+            targets = slots_of()
+            segment.suspend()
+            reading = asyncio.create_task(tier.fetch(NAMES, targets))
+            assert set(await asyncio.wait_for(reading, PATIENCE_S)) == {Result.FAILED}
+            for target in targets:
+                target[0][:] = MARK
+            segment.resume()
+            again = slots_of()
+            while set(await tier.fetch(NAMES, again)) != {Result.DONE}:
+                pass
+            assert [bytes_of(slot) for slot in again] == [bytes_of(slot) for slot in sources()]
+            assert all(target[0] == MARK for target in targets)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Let the processes that are started from now on have a fault, or none."""
+
+    def let(fault):
+        script = Path(__file__).with_name("faulty_helper.py") if fault else REAL_HELPER
+        monkeypatch.setattr(client, "HELPER", str(script))
+        monkeypatch.setenv("FAULT", fault)
+
+    return let
+
+
+@pytest.mark.parametrize("fault", ["scribble", "hang", "die"])
+async def test_a_read_that_goes_wrong_gives_back_slots_that_nobody_writes_to(
+    tmp_path, faulty, fault, caplog
+):
+    """Its process is killed, and the objects that another one gives the store are still there."""
+    faulty(fault)
+    logging.getLogger("vllm.safe_offload.tiers.mooncake.tier").addHandler(caplog.handler)
+    with Master(tmp_path) as master:
+        config = TierConfig.at(master.url, segment_bytes=64 << 20, timeout_s=1.0)
+        async with opened(config) as tier:
+            assert await tier.probe(NAMES) == [False] * NUM_OBJECTS
+            assert set(await tier.spill(NAMES, sources())) == {Result.DONE}
+            guarded = GuardedTier(tier, config, lambda _: SPACE, slot_bytes=OBJECT_BYTES)
+            targets = slots_of()
+            assert set(await guarded.fetch(NAMES, targets)) == {Result.FAILED}
+            assert "does not answer" not in caplog.text, "one that hangs is not waited for"
+            for target in targets:
+                target[0][:] = MARK
+            for _ in range(100):
+                assert all(target[0] == MARK for target in targets)
+            faulty("")
+            assert set(await tier.fetch(NAMES, targets)) == {Result.DONE}
+            assert [bytes_of(slot) for slot in targets] == [bytes_of(slot) for slot in sources()]
+
+
+ENGINE = """
+import sys, threading
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.mooncake.client import Client
+from safe_offload.tiers.mooncake.settings import complete
+store = Client(complete(TierConfig.at(sys.argv[1])))
+store.has(["a"])
+print("it asks", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_the_process_of_an_engine_that_is_killed_ends(own):
+    command = [sys.executable, "-c", ENGINE, own[0].url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout.readline() == "it asks\n"
+        children = Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()
+        assert len(children) == 1
+        engine.kill()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while is_running(children[0]):
+        assert time.monotonic() < deadline_s
+
+
+def is_running(pid: str) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_slots_of_any_memory_come_back(config):
+    """Those in a memfd without a copy, others through memory of the process's own."""
+    names = [name_of(number, space=naming.namespace(FACTS, "memory")) for number in range(4)]
+    lengths = (100_000, 1, 65_537)
+    sources = [filled(lengths, 1), shared_slot(bytes_of(filled(lengths, 2)))] * 2
+    targets = [slot_of(lengths)] * 2 + [shared_slot(bytes(sum(lengths))) for _ in range(2)]
+    targets[1] = (memoryview(bytearray(sum(lengths))),)
+    async with opened(config) as tier:
+        assert set(await tier.spill(names, sources)) == {Result.DONE}
+        assert set(await tier.fetch(names, targets)) == {Result.DONE}
+    assert [bytes_of(slot) for slot in targets] == [bytes_of(slot) for slot in sources]
+
+
+async def test_what_was_in_the_memory_of_an_engine_that_has_gone_is_absent(own, tmp_path):
+    master, segment = own
+    async with opened(TierConfig.at(master.url)) as tier:
+        await tier.spill(NAMES, sources())
+        segment.kill()
+        with Segment(tmp_path, master):
+            deadline_s = time.monotonic() + PATIENCE_S
+            while any(await tier.probe(NAMES)):
+                found = await tier.fetch(NAMES, slots_of())
+                assert set(found) <= {Result.FAILED, Result.ABSENT}
+                assert time.monotonic() < deadline_s
+            assert set(await tier.fetch(NAMES, slots_of())) == {Result.ABSENT}
+            assert set(await tier.spill(NAMES, sources())) == {Result.DONE}
+            assert set(await tier.fetch(NAMES, slots_of())) == {Result.DONE}
+
+
+async def test_replicas_survive_the_loss_of_a_machine(own, tmp_path):
+    """And are soft-pinned, where only what was hit is written."""
+    master, segment = own
+    with Segment(tmp_path, master):
+        async with opened(TierConfig.at(master.url, replicas=2, store="hit")) as tier:
+            assert set(await tier.spill(NAMES, sources())) == {Result.DONE}
+            segment.kill()
+            deadline_s = time.monotonic() + PATIENCE_S
+            while (found := set(await tier.fetch(NAMES, targets := slots_of()))) != {Result.DONE}:
+                assert found <= {Result.DONE, Result.FAILED}
+                assert time.monotonic() < deadline_s
+            assert [bytes_of(slot) for slot in targets] == [bytes_of(s) for s in sources()]
+
+
+async def test_a_master_that_is_restarted_is_used_again(own):
+    master, _ = own
+    async with opened(TierConfig.at(master.url)) as tier:
+        await tier.spill(NAMES, sources())
+        master.kill()
+        with pytest.raises(OSError, match="code"):
+            await tier.probe(NAMES)
+        assert set(await tier.fetch(NAMES, slots_of())) == {Result.FAILED}
+        master.start()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while set(await tier.spill(NAMES, sources())) != {Result.DONE}:
+            assert time.monotonic() < deadline_s
+        targets = slots_of()
+        assert set(await tier.fetch(NAMES, targets)) == {Result.DONE}
+        assert [bytes_of(slot) for slot in targets] == [bytes_of(slot) for slot in sources()]
+
+
+async def test_a_master_that_is_away_at_the_start_is_a_tier_that_is_away(tmp_path):
+    master = Master(tmp_path)
+    config = TierConfig.at(master.url)
+    async with opened(config) as tier:
+        guarded = GuardedTier(tier, config, lambda _: SPACE, slot_bytes=OBJECT_BYTES)
+        assert await guarded.probe(NAMES) is None
+        assert set(await tier.fetch(NAMES, slots_of())) == {Result.FAILED}
+        assert set(await tier.spill(NAMES, slots_of())) == {Result.FAILED}
+        with master, Segment(tmp_path, master):
+            assert set(await tier.spill(NAMES, sources())) == {Result.DONE}
+            assert await guarded.probe(NAMES) == [True] * NUM_OBJECTS
+
+
+async def test_an_engine_gives_memory_and_takes_it_away_when_it_ends(tmp_path):
+    with Master(tmp_path, client_ttl="3") as master:
+        async with opened(TierConfig.at(master.url)) as reader:
+            async with opened(TierConfig.at(master.url, segment_bytes=64 << 20)) as giver:
+                assert await giver.probe(NAMES) == [False] * NUM_OBJECTS
+                assert set(await giver.spill(NAMES, sources())) == {Result.DONE}
+                targets = slots_of()
+                assert set(await reader.fetch(NAMES, targets)) == {Result.DONE}
+                assert [bytes_of(s) for s in targets] == [bytes_of(s) for s in sources()]
+            deadline_s = time.monotonic() + PATIENCE_S
+            while any(await reader.probe(NAMES)):
+                assert time.monotonic() < deadline_s
+            assert set(await reader.spill(NAMES, sources())) == {Result.FULL}
+
+
+async def test_a_full_store_evicts_what_nobody_has_read_lately(tmp_path):
+    with (
+        Master(tmp_path, default_kv_lease_ttl="100") as master,
+        Segment(tmp_path, master, 32 << 20),
+    ):
+        async with opened(TierConfig.at(master.url)) as tier:
+            names = [name_of(number) for number in range(100)]
+            slots = [filled((OBJECT_BYTES,), number) for number in range(100)]
+            seen = set()
+            for name, slot in zip(names, slots, strict=True):
+                seen.add(await spill_one(tier, name, slot))
+                await asyncio.sleep(0.02)
+            assert seen <= {Result.DONE, Result.FULL}
+            there = await tier.probe(names)
+            assert 0 < sum(there) < 40
+            targets = [slot_of((OBJECT_BYTES,)) for _ in names]
+            found = await tier.fetch(names, targets)
+            assert set(found) <= {Result.DONE, Result.ABSENT}
+            for result, slot, target in zip(found, slots, targets, strict=True):
+                assert result is not Result.DONE or bytes_of(target) == bytes_of(slot)
+
+
+async def test_models_and_versions_of_weights_keep_apart(config):
+    words = [naming.namespace(FACTS | {"model": model}, g) for model in "ab" for g in ("", "2")]
+    async with opened(config) as tier:
+        for number, word in enumerate(words):
+            slot = filled((4096,), number)
+            assert await spill_one(tier, name_of(7, space=word), slot) is Result.DONE
+        for number, word in enumerate(words):
+            target = slot_of((4096,))
+            assert await fetch_one(tier, name_of(7, space=word), target) is Result.DONE
+            assert bytes_of(target) == bytes_of(filled((4096,), number))
+
+
+async def test_an_object_sealed_with_another_key_is_not_used(config):
+    name, slot = name_of(1, space=naming.namespace(FACTS, "sealed")), filled((4096,))
+    async with opened(config, Seal(bytes(range(32)))) as ours:
+        async with opened(config, Seal(bytes(range(1, 33)))) as theirs:
+            await spill_one(theirs, name, slot)
+        assert await fetch_one(ours, name, slot_of((4096,))) in BAD
+        assert await ours.probe([name]) == [False]
+        assert await spill_one(ours, name, slot) is Result.DONE
+        assert await fetch_one(ours, name, slot_of((4096,))) is Result.DONE
+
+
+LIES = {
+    "the truth": lambda data, other: data,
+    "a changed byte": lambda data, other: data[:-7] + bytes([data[-7] ^ 1]) + data[-6:],
+    "a changed header": lambda data, other: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "another object": lambda data, other: other,
+    "a foreign header": lambda data, other: other[:HEADER] + data[HEADER:],
+    "a short object": lambda data, other: data[:-1],
+    "a long object": lambda data, other: data + b"x",
+    "a header only": lambda data, other: data[:HEADER],
+    "noise": lambda data, other: random.Random(1).randbytes(len(data)),
+}
+
+
+async def test_a_store_that_lies_gives_no_wrong_byte(config, anyone):
+    """Another client puts lies in the place of objects; one batch reads them and the true ones."""
+    names = [name_of(number, space=naming.namespace(FACTS, "lies")) for number in range(27)]
+    truth = [shared_slot(random.Random(n).randbytes(100_000)) for n in range(27)]
+    keys = [key_of(name).decode() for name in names]
+    lies = [*LIES] * 3
+    async with opened(config) as tier:
+        assert set(await tier.spill(names, truth)) == {Result.DONE}
+        stored = [bytes(anyone.get(key)) for key in keys]
+        for key, data, other, lie in zip(keys, stored, stored[1:] + stored[:1], lies, strict=True):
+            assert anyone.remove(key, True) == 0
+            assert anyone.put(key, LIES[lie](data, other)) == 0
+        targets = [shared_slot(bytes(100_000)) for _ in names]
+        results = await tier.fetch(names, targets)
+        for lie, result, target, true in zip(lies, results, targets, truth, strict=True):
+            assert (result is Result.DONE) == (lie == "the truth"), lie
+            assert result in (Result.DONE, *BAD), lie
+            assert result in BAD or bytes_of(target) == bytes_of(true)
+        assert await tier.probe(names) == [lie == "the truth" for lie in lies]
+        assert set(await tier.spill(names, truth)) == {Result.DONE, Result.PRESENT}
+        assert set(await tier.fetch(names, targets)) == {Result.DONE}
+        assert [bytes_of(slot) for slot in targets] == [bytes_of(slot) for slot in truth]
+
+
+def test_ranges_are_cut_where_parts_of_a_memory_are_registered(monkeypatch):
+    monkeypatch.setattr(helper, "REGISTERED_BYTES", 1 << 16)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(200_000)
+        memory = helper.Memory(os.dup(file.fileno()))
+    store = Registering()
+    pieces = list(memory.pieces(store, 60_000, 100_000))
+    first = pieces[0][0] - 60_000
+    assert [(at - first, length) for at, length in pieces] == [
+        (60_000, 5_536),
+        (65_536, 65_536),
+        (131_072, 28_928),
+    ]
+    assert list(memory.pieces(store, 199_999, 1)) == [(first + 199_999, 1)]
+    assert [(at - first, length) for at, length in store.registered] == [
+        (0, 65_536),
+        (65_536, 65_536),
+        (131_072, 65_536),
+        (196_608, 3_392),
+    ]
+
+
+class Registering:
+    """A store that notes what is registered."""
+
+    def __init__(self):
+        self.registered = []
+
+    def register_buffer(self, address, length):
+        self.registered.append((address, length))
+        return 0
+
+
+def test_a_device_that_is_not_there_is_named_at_the_start(config, monkeypatch, tmp_path):
+    rdma = TierConfig.at(config.location.label, protocol="rdma", device_name="mlx5_7")
+    monkeypatch.setattr(settings, "_DEVICES", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r'no RDMA device .* write "protocol": "tcp"'):
+        mooncake_tier(rdma, FACTS)
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(settings, "_DEVICES", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"names mlx5_7, which is not there\. .* mlx5_0"):
+        mooncake_tier(rdma, FACTS)
+
+
+def test_the_file_of_vllms_own_connector_says_what_is_not_written(config, tmp_path):
+    file = tmp_path / "mooncake.json"
+    file.write_text(
+        '{"metadata_server": "etcd://m", "protocol": "tcp", "global_segment_size": "1GB"}'
+    )
+    at = config.location.label
+    found = settings.complete(TierConfig.at(at, config_file=str(file), segment_bytes=5 << 30))
+    assert (found.metadata_server, found.protocol, found.segment_bytes) == (
+        "etcd://m",
+        "tcp",
+        5 << 30,
+    )
+    assert settings.complete(TierConfig.at(at, config_file=str(file))).segment_bytes == 10**9
+    for bad in ("[]", "{", '{"protocol": "x"}', '{"device_name": 1}'):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=r"mooncake\.json cannot be used: it "):
+            settings.complete(TierConfig.at(at, config_file=str(file)))
