@@ -218,6 +218,7 @@ class MooncakeStore(Store):
 
     async def _keys(self) -> list[bytes]:
         """Return the keys of ours."""
+        await self._ask(self._home.has, [naming.PREFIX])  # without a master there are no pages
         page = f"{self._pages}/get_all_keys"
 
         def look() -> bytes:

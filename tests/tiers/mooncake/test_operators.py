@@ -77,26 +77,26 @@ def findings_of(config):
     return {found.id: found for found in check_tier(config)}
 
 
-def test_doctor_tries_a_master_and_says_how_fast_it_is(config, anyone):
-    found = findings_of(config)
-    assert found["tiers.mooncake"].severity is Severity.OK
+def test_doctor_tries_a_master_and_says_how_fast_it_is(master, segment, anyone):
+    pages = f"http://127.0.0.1:{master.metrics_port}"
+    found = findings_of(TierConfig.at(master.url, endpoint=pages))
+    assert found["tiers.place"].severity is Severity.OK
+    assert found["tiers.access"].severity is Severity.OK
     assert "read at" in found["tiers.rate"].found
     assert found["tiers.key"].severity is Severity.WARNING
 
 
 def test_doctor_says_what_is_missing(tmp_path):
     away = Master(tmp_path)
-    found = findings_of(TierConfig.at(away.url))["tiers.mooncake"]
+    found = findings_of(TierConfig.at(away.url))["tiers.place"]
     assert "there is no connection to the master" in found.found
     assert "engines start without it" in found.found
     rdma = findings_of(TierConfig.at(away.url, protocol="rdma", device_name="mlx5_99"))
-    assert (
-        "mlx5_99" in rdma["tiers.mooncake"].found
-        or "no RDMA device" in rdma["tiers.mooncake"].found
-    )
+    assert "mlx5_99" in rdma["tiers.place"].found or "no RDMA device" in rdma["tiers.place"].found
     with Master(tmp_path / "empty") as master:
-        found = findings_of(TierConfig.at(master.url))["tiers.rate"]
-        assert "a master with memory of some machine" in found.expected
+        pages = f"http://127.0.0.1:{master.metrics_port}"
+        found = findings_of(TierConfig.at(master.url, endpoint=pages))["tiers.access"]
+        assert "write: objects cannot be written (code -200)" in found.found
 
 
 async def test_the_manifest_of_a_master_is_valid_and_starts_one(tmp_path):
