@@ -42,8 +42,7 @@ INVALID: Final = -600
 NOT_FOUND: Final = -704
 ABSENT: Final = (NOT_FOUND, -703, -707)
 """Not there, not written yet, its lease has expired."""
-NO_MASTER: Final = (-900, -901)
-_HARMLESS: Final = (NO_ROOM, INVALID, *ABSENT, *NO_MASTER)
+_HARMLESS: Final = (NO_ROOM, INVALID, *ABSENT, *helper.NO_MASTER)
 
 
 class Client:
@@ -68,10 +67,7 @@ class Client:
 
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Return which objects are there."""
-        codes = self._call("has", keys)
-        if failed := [code for code in codes if code < 0]:
-            raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
-        return [code == 1 for code in codes]
+        return [code == 1 for code in self._call("has", keys)]
 
     def sizes(self, keys: Sequence[str]) -> list[int]:
         """Return how long objects are, or their codes."""
@@ -80,13 +76,15 @@ class Client:
     def get(self, keys: Sequence[str], slots: Sequence[Buffers]) -> list[int]:
         """Read objects of the length of their slots; return lengths or codes."""
         with self._running().channel() as channel:
-            return channel.move("get", keys, slots)
+            codes = channel.move("get", keys, slots)
+        return _answered(codes)
 
     def put(self, keys: Sequence[str], slots: Sequence[Buffers]) -> list[int]:
         """Write objects; return codes."""
         is_kept = self._config.store == "hit"  # of others nobody knows whether they will be hit
         with self._running().channel() as channel:
-            return channel.move("put", keys, slots, self._config.replicas, is_kept)
+            codes = channel.move("put", keys, slots, self._config.replicas, is_kept)
+        return _answered(codes)
 
     def delete(self, keys: Sequence[str]) -> list[int]:
         """Delete objects; return codes."""
@@ -110,7 +108,7 @@ class Client:
             return []
         with self._running().channel() as channel:
             codes: list[int] = channel.call(verb, keys)
-        return codes
+        return _answered(codes)
 
     def _running(self) -> _Process:
         """Return the process, which is started if there is none."""
@@ -251,6 +249,13 @@ def _joined(places: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]
         else:
             found.append((number, start, length))
     return found
+
+
+def _answered(codes: list[int]) -> list[int]:
+    """Return codes; raise OSError if the master has not answered."""
+    if failed := [code for code in codes if code in helper.NO_MASTER]:
+        raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
+    return codes
 
 
 def setup_arguments(config: TierConfig, segment_bytes: int) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""The process that a client of Mooncake Store runs in, for `client.Store`.
+"""The process that a client of Mooncake Store runs in, for `client.Client`.
 
 A client may write to the target of a read after the read has failed and returned, keep the GIL
 while it is set up and closed, or hang (0.3.13.post1). This process can be killed, and what it would
@@ -22,6 +22,9 @@ from typing import Any, Final
 
 REGISTERED_BYTES: Final = 1 << 30
 """Of host memory that is registered at a time, when a slot in it is first used."""
+
+NO_MASTER: Final = (-900, -901)
+"""Codes of calls that the master does not answer."""
 
 Ranges = Sequence[tuple[int, int, int]]
 """Of an object: number of a memory, offset, length."""
@@ -75,21 +78,26 @@ class Helper:
         self._memories[number] = Memory(recv_handle(channel))
 
     def has(self, keys: Sequence[str]) -> Any:
-        """See `Store.has`."""
+        """See `Client.has`."""
         return self._store.batch_is_exist(keys)
 
     def sizes(self, keys: Sequence[str]) -> list[int]:
-        """See `Store.sizes`."""
-        return [self._store.get_size(key) for key in keys]
+        """See `Client.sizes`."""
+        codes: list[int] = []
+        for key in keys:
+            codes.append(self._store.get_size(key))
+            if codes[-1] in NO_MASTER:
+                break  # each of the others would wait for it as long
+        return codes
 
     def get(self, keys: Sequence[str], objects: Sequence[Ranges]) -> Any:
-        """See `Store.get`."""
+        """See `Client.get`."""
         return self._store.batch_get_into_multi_buffers(keys, *self.places(objects))
 
     def put(
         self, keys: Sequence[str], objects: Sequence[Ranges], num_replicas: int, is_kept: object
     ) -> Any:
-        """See `Store.put`."""
+        """See `Client.put`."""
         from mooncake.store import ReplicateConfig, SoftPinAction
 
         how = ReplicateConfig()
@@ -98,9 +106,9 @@ class Helper:
             how.soft_pin_action = SoftPinAction.ENABLE
         return self._store.batch_put_from_multi_buffers(keys, *self.places(objects), how)
 
-    def delete(self, keys: Sequence[str]) -> list[int]:
+    def delete(self, keys: Sequence[str]) -> Any:
         """Delete objects, whoever reads them at this moment."""
-        return [self._store.remove(key, True) for key in keys]
+        return self._store.batch_remove(keys, True)
 
     def close(self) -> None:
         """Take the memory of this process out of the store."""

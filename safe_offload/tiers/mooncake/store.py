@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
-import math
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Final
@@ -38,6 +37,8 @@ ASKERS: Final = 2
 GRACE_S: Final = 0.9
 """For which a call that was given up may go on, before its process is killed: a little less than
 `guarded_tier.GRACE_S`."""
+DESCRIBED_S: Final = 600.0
+"""Until when the master may have evicted a description, or was restarted."""
 PAGES_PORT: Final = 9003
 PAGES_TIMEOUT_S: Final = 10.0
 
@@ -94,8 +95,12 @@ class MooncakeStore(Store):
         await self._ask(self._home.delete, [key])  # what is there stays as it is
         codes = await self._ask(self._home.put, [key], [(memoryview(bytearray(text)),)])
         if codes != [0]:
-            raise PlaceError(f"objects cannot be written (code {codes[0]})", "Give it memory")
-        return math.inf
+            raise PlaceError(
+                f"objects cannot be written (code {codes[0]})",
+                'Give it memory: "segment" of engines, or mooncake_client on machines',
+                is_down=True,
+            )
+        return DESCRIBED_S
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -229,7 +234,7 @@ class MooncakeStore(Store):
             found = await asyncio.wrap_future(self._askers.submit(look))
         except (OSError, http.client.HTTPException) as error:
             raise PlaceError(
-                f"{page} does not answer: {getattr(error, 'reason', error)}",
+                f"{page} does not answer: {error}",
                 "Give the address of the master's pages (its metrics_port) with --endpoint",
             ) from error
         return [key for key in found.split() if key.startswith(naming.PREFIX.encode())]

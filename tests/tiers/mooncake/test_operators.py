@@ -95,8 +95,18 @@ def test_doctor_says_what_is_missing(tmp_path):
     assert "mlx5_99" in rdma["tiers.place"].found or "no RDMA device" in rdma["tiers.place"].found
     with Master(tmp_path / "empty") as master:
         pages = f"http://127.0.0.1:{master.metrics_port}"
-        found = findings_of(TierConfig.at(master.url, endpoint=pages))["tiers.access"]
-        assert "write: objects cannot be written (code -200)" in found.found
+        found = findings_of(TierConfig.at(master.url, endpoint=pages))["tiers.place"]
+        assert "objects cannot be written (code -200)" in found.found
+        assert found.severity is Severity.WARNING, "another engine may give memory"
+
+
+def test_the_first_engine_that_gives_memory_is_not_kept_from_starting(tmp_path):
+    """What it will give is not there yet, and the trial does not take that much."""
+    with Master(tmp_path) as master:
+        pages = f"http://127.0.0.1:{master.metrics_port}"
+        found = findings_of(TierConfig.at(master.url, endpoint=pages, segment_bytes=1 << 50))
+        assert found["tiers.access"].severity is Severity.OK
+        assert "read at" in found["tiers.rate"].found
 
 
 async def test_the_manifest_of_a_master_is_valid_and_starts_one(tmp_path):

@@ -11,15 +11,24 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from safe_offload.commands.doctor.findings import Finding, error, ok
-from safe_offload.commands.doctor.tiers.rates import TierTrial, trial_facts, try_rates, unusable
+from safe_offload.commands.doctor.tiers.rates import (
+    OBJECT_BYTES,
+    TierTrial,
+    trial_facts,
+    try_rates,
+    unusable,
+)
 from safe_offload.config.tier_url import BUCKETS
 from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import MIB
 from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import namespace, namespace_folder
 from safe_offload.tiers.store import Store
 
 ANSWER_S: Final = 5.0
+SEGMENT_BYTES: Final = 128 * MIB
+"""What the trial of an engine that gives memory to the place gives instead."""
 _ACTIONS: Final = ("list", "write", "read", "delete")
 
 
@@ -35,7 +44,11 @@ class PlaceTrial(TierTrial):
 async def try_place(config: TierConfig) -> PlaceTrial:
     """Try the place of a tier."""
     label = config.location.label
-    store = open_store(dataclasses.replace(config, timeout_s=ANSWER_S))
+    config = dataclasses.replace(config, timeout_s=ANSWER_S)
+    gives = bool(config.segment_bytes or config.config_file)
+    if gives:
+        config = dataclasses.replace(config, segment_bytes=SEGMENT_BYTES)
+    store = open_store(config, OBJECT_BYTES if gives else 0)
     try:
         denied = await _denied(store)
     finally:
