@@ -13,6 +13,7 @@ import pytest
 
 from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
+from tests.benchmarks import pays
 from tests.simulator.vllm_setup import EngineShape, make_config
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -110,15 +111,12 @@ def cells_after(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
 
 
-def test_the_network_that_fleets_need_is_right():
+def test_the_table_of_tiers_that_pay_is_that_of_the_benchmark():
+    assert "\n".join(pays.rows()) in FLEETS
     kib = {row.model: row.kib_per_token for row in ROWS}
-    speeds = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s \|", FLEETS)]
-    assert speeds == [2000, 8000, 32000]
-    table = cells_after("GB/s to break even")
-    assert table
-    for model, per_token, *needed in table:
-        assert per_token == f"{kib[model]:.0f} KiB"
-        assert needed == [f"{kib[model] * KIB * speed / 1e9:.2f}" for speed in speeds]
+    of_models = [model.token_bytes / KIB for model in pays.MODELS.values()]
+    names = ("Llama-3.1-8B", "Llama-3.1-70B", "DeepSeek-V3 (MLA)")
+    assert of_models[1:] == [kib[name] for name in names]
 
 
 def test_how_many_conversations_fit_into_a_valkey_is_right():

@@ -63,10 +63,8 @@ class Memory:
 class Helper:
     """The client and the memory it uses; its methods are the calls that come over channels."""
 
-    def __init__(self) -> None:
-        from mooncake.store import MooncakeDistributedStore
-
-        self._store = MooncakeDistributedStore()
+    def __init__(self, store: Any) -> None:
+        self._store = store
         self._memories: dict[int, Memory] = {}
 
     def set_up(self, *arguments: Any) -> Any:
@@ -145,11 +143,14 @@ def serve(helper: Helper, channel: Connection) -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # whatever the client is doing
 
 
-def main(helper: Helper) -> None:
+def main(kind: type[Helper]) -> None:
     """Serve the channels that the arguments name."""
+    from mooncake.store import MooncakeDistributedStore
+
+    helper = kind(MooncakeDistributedStore())
     for descriptor in sys.argv[1:]:
         threading.Thread(target=serve, args=(helper, Connection(int(descriptor)))).start()
 
 
 if __name__ == "__main__":
-    main(Helper())
+    main(Helper)

@@ -31,4 +31,4 @@ def scribble(targets):
 
 
 if __name__ == "__main__":
-    main(FaultyHelper())
+    main(FaultyHelper)

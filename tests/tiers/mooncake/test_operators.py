@@ -17,7 +17,7 @@ from tests.kubernetes_api import check, resources_of
 from tests.mooncake_server import Master, mooncake_tier
 from tests.tiers.contract import FACTS, SPACE, filled, name_of
 
-MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "mooncake.yaml"
+MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "mooncake" / "master.yaml"
 OTHER_FACTS = {"model": "b", "rank": 0}
 
 

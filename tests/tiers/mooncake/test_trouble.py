@@ -364,9 +364,7 @@ def test_ranges_are_cut_where_parts_of_a_memory_are_registered(monkeypatch):
 
 
 def test_sizes_are_not_asked_for_one_by_one_of_a_master_that_is_away():
-    asked = helper.Helper.__new__(helper.Helper)
-    asked._store = Registering()
-    assert asked.sizes(["a", "b", "c"]) == [7, helper.NO_MASTER[0]]
+    assert helper.Helper(Registering()).sizes(["a", "b", "c"]) == [7, helper.NO_MASTER[0]]
 
 
 class Registering:
