@@ -6,6 +6,7 @@ A memfd has no name, so processes that are killed leave nothing behind.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import os
 import weakref
@@ -24,6 +25,29 @@ class Memfd(NamedTuple):
 
 _known: dict[int, Memfd] = {}
 _next = itertools.count()
+
+
+def make_memfd(size_bytes: int) -> int:
+    """Return the descriptor of new memory."""
+    descriptor = os.memfd_create("safe-offload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        # A memory that shrinks would end, by SIGBUS, every process that has it mapped.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_new(size_bytes: int) -> mmap:
+    """Map new memory."""
+    descriptor = make_memfd(size_bytes)
+    try:
+        return map_memfd(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def map_memfd(descriptor: int) -> mmap:

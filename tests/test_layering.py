@@ -546,7 +546,8 @@ WRITES = {"write_text", "write_bytes", "mkdir", "makedirs", "memfd_create", "shm
 MAY_LEAVE = {
     # Memory without a name, and a socket without a file: the kernel has both as long as a process
     # has them (test_shared_memory.py kills one). Of multiprocessing the key is read.
-    "worker/memory/shared_memory.py": {"socket", "memfd_create", "multiprocessing"},
+    "worker/memory/shared_memory.py": {"socket", "multiprocessing"},
+    "memfds.py": {"memfd_create"},
     # The port of metrics, open as long as the process lives.
     "observe/page_server.py": {"socket"},
     # A look whether a port is free.
@@ -555,7 +556,7 @@ MAY_LEAVE = {
     "tiers/valkey/login.py": {"socket"},
     # A look whether there is a master; a process that ends with ours (test_trouble.py kills ours),
     # and what they share and say.
-    "tiers/mooncake/client.py": {"socket", "subprocess", "multiprocessing", "memfd_create"},
+    "tiers/mooncake/client.py": {"socket", "subprocess", "multiprocessing"},
     "tiers/mooncake/helper.py": {"multiprocessing"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},

@@ -19,10 +19,9 @@ from typing import Any
 
 from safe_offload.commands.bench.report import table
 from safe_offload.config.tiers import TierConfig
-from safe_offload.memfds import address_of
+from safe_offload.memfds import address_of, map_new
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
-from safe_offload.worker.memory.shared_memory import map_alone
 from tests.mooncake_server import Master, Segment, mooncake_tier, open_client
 
 FACTS = {"model": "benchmark", "rank": 0}
@@ -63,7 +62,7 @@ def run_all(
 
 def measure(object_bytes: int, num_objects: int, rounds: int) -> list[tuple[Any, ...]]:
     """Return a row for writes and one for reads: GB/s of both, and their share."""
-    memory = map_alone(object_bytes * num_objects)
+    memory = map_new(object_bytes * num_objects)
     memory[:] = os.urandom(object_bytes) * num_objects
     view = memoryview(memory)
     slots: list[Buffers] = [(view[object_bytes * n :][:object_bytes],) for n in range(num_objects)]

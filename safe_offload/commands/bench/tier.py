@@ -43,11 +43,11 @@ from safe_offload.config.tier_url import FILE, MOONCAKE, SERVERS
 from safe_offload.config.tiers import TIER_SETTINGS, TierConfig
 from safe_offload.config.units import GIB, MIB, format_bytes
 from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.memfds import map_new
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.worker.loop_thread import new_event_loop
-from safe_offload.worker.memory.shared_memory import map_alone
 
 T = TypeVar("T")
 SIZE_BYTES_MAX: Final = 64 * GIB
@@ -238,7 +238,7 @@ class _Rig:
     def __init__(self, place: Place, signals: Signals, object_bytes: int, num_objects: int) -> None:
         self._place, self._signals = place, signals
         self._object_bytes, self._num_objects = object_bytes, num_objects
-        memory = map_alone(object_bytes * num_objects)
+        memory = map_new(object_bytes * num_objects)
         pattern = os.urandom(min(len(memory), 1 << 20))
         for start in range(0, len(memory), len(pattern)):
             end = min(start + len(pattern), len(memory))

@@ -24,7 +24,7 @@ from multiprocessing.reduction import send_handle
 from typing import Any, Final
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.memfds import Memfd, address_of, find_memfd, map_memfd
+from safe_offload.memfds import Memfd, address_of, find_memfd, map_new
 from safe_offload.tiers.base import Buffers
 from safe_offload.tiers.mooncake import helper
 from safe_offload.tiers.mooncake.settings import ENVIRONMENT
@@ -180,12 +180,7 @@ class _Channel:
     def _spare_of(self, size_bytes: int) -> int:
         """Return the address of memory for so many bytes that are copied."""
         if self._spare is None or len(self._spare) < size_bytes:
-            descriptor = os.memfd_create("safe-offload-copies", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(descriptor, max(size_bytes, SPARE_BYTES_MIN))
-                self._spare = map_memfd(descriptor)
-            finally:
-                os.close(descriptor)
+            self._spare = map_new(max(size_bytes, SPARE_BYTES_MIN))
         return address_of(memoryview(self._spare))
 
 

@@ -15,7 +15,6 @@ proc_pid_stat(5).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import logging
@@ -35,7 +34,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES, HostLayout
-from safe_offload.memfds import map_memfd
+from safe_offload.memfds import make_memfd, map_memfd, map_new
 from safe_offload.observe.counters import is_milestone
 from safe_offload.protocol import Transfer
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -132,12 +131,9 @@ def map_alone(size_bytes: int) -> mmap.mmap:
     Raises:
         SharingError: the system refuses it, or may lack it later.
     """
+    _check_overcommit()
     try:
-        descriptor = _make_memory(size_bytes)
-        try:
-            return map_memfd(descriptor)
-        finally:
-            os.close(descriptor)
+        return map_new(size_bytes)
     except (OSError, AttributeError) as error:
         raise SharingError(str(error)) from error
 
@@ -230,7 +226,8 @@ class _Meeting:
                     if (peer := self._accept(listener, missing)) is not None:
                         peers.append(stack.enter_context(peer))
             check_available()
-            descriptor = _make_memory(self.size_bytes)
+            _check_overcommit()
+            descriptor = make_memfd(self.size_bytes)
             stack.callback(os.close, descriptor)
             mapping = self._map(descriptor)
             badge = self.badge(0, self.process, self.terms)
@@ -356,23 +353,13 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _make_memory(size_bytes: int) -> int:
-    """Return the descriptor of new memory; SharingError if the system may lack it later."""
+def _check_overcommit() -> None:
+    """Raise SharingError if the system may lack later what it gives now."""
     with contextlib.suppress(OSError):
         if OVERCOMMIT.read_text().strip() == "2":
             # Pages of shared memory are counted when they are touched, and SIGBUS ends the process
             # if there is none left; private memory is refused when it is asked for.
             raise SharingError("vm.overcommit_memory is 2")
-    descriptor = os.memfd_create("safe-offload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size_bytes)
-        # A memory that shrinks would end, by SIGBUS, every process that has it mapped.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _credentials(peer: socket.socket) -> tuple[int, int]:

@@ -15,13 +15,13 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
+from safe_offload.memfds import map_new
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.mooncake import client, helper, settings
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import Seal
-from safe_offload.worker.memory.shared_memory import map_alone
 from tests.mooncake_server import Master, Segment, mooncake_tier
 from tests.tiers.contract import (
     BAD,
@@ -46,7 +46,7 @@ MARK = b"\xaa" * OBJECT_BYTES
 
 def shared_slot(data: bytes) -> tuple:
     """A slot that a process of the client reads and writes by itself."""
-    memory = map_alone(len(data))
+    memory = map_new(len(data))
     memory[:] = data
     return (memoryview(memory),)
 
