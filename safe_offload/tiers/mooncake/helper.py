@@ -23,6 +23,9 @@ from typing import Any, Final
 REGISTERED_BYTES: Final = 1 << 30
 """Of host memory that is registered at a time, when a slot in it is first used."""
 
+NICE: Final = 10
+"""A thread that calls the client polls until its bytes have moved; the threads that move them, and
+the engine's, go first."""
 NO_MASTER: Final = (-900, -901)
 """Codes of calls that the master does not answer."""
 
@@ -134,6 +137,8 @@ def serve(helper: Helper, channel: Connection) -> None:
             verb, *arguments = json.loads(channel.recv_bytes())
             if verb == "open":
                 arguments.append(channel)
+            if verb in ("get", "put"):
+                os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread alone
             try:
                 answer = [getattr(helper, verb)(*arguments), ""]
             except Exception as error:

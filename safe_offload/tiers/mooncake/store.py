@@ -28,10 +28,10 @@ from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
 from safe_offload.tiers.waiting import outlast
 
 CHUNK_OBJECTS: Final = 64
-CHUNK_BYTES: Final = 64 << 20
+CHUNK_BYTES: Final = 16 << 20
 """Of one call to the store, about: what has not been begun when a batch is given up is left."""
-JOBS: Final = 2
-"""Of a batch at a time: while one moves bytes, the other one computes checksums."""
+JOBS: Final = 3
+"""Of a batch at a time: while two move bytes, one computes checksums."""
 MOVERS: Final = (NUM_FETCHES + NUM_SPILLS) * JOBS
 ASKERS: Final = 2
 GRACE_S: Final = 0.9
