@@ -75,16 +75,12 @@ class Client:
 
     def get(self, keys: Sequence[str], slots: Sequence[Buffers]) -> list[int]:
         """Read objects of the length of their slots; return lengths or codes."""
-        with self._running().channel() as channel:
-            codes = channel.move("get", keys, slots)
-        return _answered(codes)
+        return self._call("get", keys, slots)
 
     def put(self, keys: Sequence[str], slots: Sequence[Buffers]) -> list[int]:
         """Write objects; return codes."""
         is_kept = self._config.store == "hit"  # of others nobody knows whether they will be hit
-        with self._running().channel() as channel:
-            codes = channel.move("put", keys, slots, self._config.replicas, is_kept)
-        return _answered(codes)
+        return self._call("put", keys, slots, self._config.replicas, is_kept)
 
     def delete(self, keys: Sequence[str]) -> list[int]:
         """Delete objects; return codes."""
@@ -103,12 +99,15 @@ class Client:
                     channel.call("close")
             process.end()
 
-    def _call(self, verb: str, keys: Sequence[str]) -> list[int]:
+    def _call(self, verb: str, keys: Sequence[str], *slots_and_more: Any) -> list[int]:
         if not keys:
             return []
         with self._running().channel() as channel:
-            codes: list[int] = channel.call(verb, keys)
-        return _answered(codes)
+            call = channel.move if slots_and_more else channel.call
+            codes: list[int] = call(verb, keys, *slots_and_more)
+        if failed := [code for code in codes if code in helper.NO_MASTER]:
+            raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
+        return codes
 
     def _running(self) -> _Process:
         """Return the process, which is started if there is none."""
@@ -244,13 +243,6 @@ def _joined(places: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]
         else:
             found.append((number, start, length))
     return found
-
-
-def _answered(codes: list[int]) -> list[int]:
-    """Return codes; raise OSError if the master has not answered."""
-    if failed := [code for code in codes if code in helper.NO_MASTER]:
-        raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
-    return codes
 
 
 def setup_arguments(config: TierConfig, segment_bytes: int) -> tuple[object, ...]:

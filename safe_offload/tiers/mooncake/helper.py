@@ -22,7 +22,6 @@ from typing import Any, Final
 
 REGISTERED_BYTES: Final = 1 << 30
 """Of host memory that is registered at a time, when a slot in it is first used."""
-
 NICE: Final = 10
 """A thread that calls the client polls until its bytes have moved; the threads that move them, and
 the engine's, go first."""
@@ -117,17 +116,14 @@ class Helper:
 
     def places(self, objects: Sequence[Ranges]) -> tuple[list[list[int]], list[list[int]]]:
         """Return addresses and lengths of what objects are read into, or written from."""
-        pieces = [
-            [
-                piece
-                for number, start, length in ranges
-                for piece in self._memories[number].pieces(self._store, start, length)
-            ]
-            for ranges in objects
-        ]
-        return [[at for at, _ in each] for each in pieces], [
-            [n for _, n in each] for each in pieces
-        ]
+        addresses: list[list[int]] = [[] for _ in objects]
+        lengths: list[list[int]] = [[] for _ in objects]
+        for index, ranges in enumerate(objects):
+            for number, *place in ranges:
+                for address, length in self._memories[number].pieces(self._store, *place):
+                    addresses[index].append(address)
+                    lengths[index].append(length)
+        return addresses, lengths
 
 
 def serve(helper: Helper, channel: Connection) -> None:

@@ -169,10 +169,8 @@ class MooncakeStore(Store):
 
     def _result_of(self, key: str, code: int, length: int) -> Result:
         """Return what became of an object of which other bytes came than expected."""
-        if code in ABSENT:
-            return Result.ABSENT
         # What an object of another length is answered with may mean any other failure, too.
-        (size_bytes,) = self._home.sizes([key])
+        size_bytes = code if code in ABSENT else self._home.sizes([key])[0]
         if size_bytes in ABSENT:
             return Result.ABSENT
         return Result.CORRUPT if 0 <= size_bytes != length else Result.FAILED

@@ -126,11 +126,7 @@ def share_memory(
 
 
 def map_alone(size_bytes: int) -> mmap.mmap:
-    """Map memory of this process that a helper of it can map too.
-
-    Raises:
-        SharingError: the system refuses it, or may lack it later.
-    """
+    """Map memory that a helper of this process can map too; SharingError if it is refused."""
     _check_overcommit()
     try:
         return map_new(size_bytes)
