@@ -23,7 +23,6 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
     BadSlots,
-    Capacity,
     FailureReason,
     HostFacts,
     MemoryFacts,
@@ -223,20 +222,6 @@ def faked(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
 # ---- the self-test -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["on", "off"])
-def test_copies_are_tested_before_vllm_serves_and_leave_the_kv_cache_as_it_was(
-    make_worker, caplog, setting
-):
-    worker = make_worker(extra={"self_test": setting})
-    for block in range(BLOCKS):
-        worker.write_block(block, 10 * block)
-    with caplog.at_level("INFO"):
-        worker.register()
-    assert ("The self-test of the copies took" in caplog.text) is (setting == "on")
-    words = [worker.read_block(block)[0] for block in range(BLOCKS)]
-    assert words == [10 * block for block in range(BLOCKS)]
-
-
 def test_a_rank_whose_copies_are_wrong_says_once_that_it_is_lost_and_gives_its_memory_back(
     make_worker, monkeypatch, caplog
 ):
@@ -270,52 +255,7 @@ def counted(worker: Worker) -> dict[str, int]:
     return counters.take()
 
 
-def test_bytes_and_times_of_copies_are_counted_by_direction(make_worker):
-    worker = make_worker().register()
-    worker.step(StepPlan(stores_after_forward=(Transfer(1, ids_of([1, 2]), ids_of([1, 2])),)))
-    worker.settle()
-    worker.step(StepPlan(loads=(Transfer(2, ids_of([3]), ids_of([1])),)))
-    assert worker.settle() == {1: None, 2: None}
-    counters = Counters()
-    worker.bridge.count_into(counters)
-    assert counters.take() == {"store_bytes": 2 * SLOT_BYTES, "load_bytes": SLOT_BYTES}
-    observed = counters.take_observed()
-    for direction in ("store", "load"):
-        for metric in ("transfer_seconds", "transfer_wait_seconds", "transfer_bytes"):
-            cells = observed[f'{metric}{{direction="{direction}"}}']
-            assert [count for count, _ in cells.values()] == [1]
-    assert counted(worker) == {}
-
-
 # ---- a step ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["layers outermost", "blocks outermost"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_a_step_stores_a_later_step_loads_into_other_blocks(make_worker, order, layout):
-    worker = make_worker(layout=layout).register()
-    for block in range(BLOCKS):
-        worker.write_block(block, 10 * block)
-    store = Transfer(1, (2, 5, 3), (11, 0, 7))
-    worker.step(StepPlan(stores_after_forward=(store,)), order=order)
-    assert worker.settle() == {1: None}
-    for block in (2, 5, 3):
-        worker.write_block(block, 0)
-    load = Transfer(2, (9, 8, 2), (7, 11, 0))
-    worker.step(StepPlan(loads=(load,)), order=order)
-    assert worker.settle() == {1: None, 2: None}
-    assert [worker.read_block(block)[0] for block in (9, 8, 2)] == [30, 20, 50]
-    assert [worker.read_block(block)[0] for block in (0, 1, 4, 6, 7)] == [0, 10, 40, 60, 70]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_store_after_the_forward_takes_what_the_forward_wrote(worker, order):
-    plan = StepPlan(stores_after_forward=(Transfer(1, (4,), (4,)),))
-    worker.step(plan, forward=lambda: worker.write_block(4, 44), order=order)
-    assert worker.settle() == {1: None}
-    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)))
-    worker.settle()
-    assert worker.read_block(6)[0] == 44
 
 
 def test_beside_the_scheduler_a_report_tells_what_has_settled_when_it_is_read(make_worker):
@@ -332,32 +272,6 @@ def test_beside_the_scheduler_a_report_tells_what_has_settled_when_it_is_read(ma
     assert [report.completed() for report in worker.reports] == [None] * len(worker.reports)
     worker.step(EMPTY_PLAN)
     assert not any(report.later for report in worker.reports[2:]), "nothing is under way"
-
-
-def test_without_streams_a_load_ends_beside_the_forward(worker):
-    worker.write_block(4, 44)
-    worker.step(StepPlan(stores_after_forward=(Transfer(1, (4,), (4,)),)))
-    worker.settle()
-    seen = []
-
-    def forward() -> None:
-        wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
-        seen.append(worker.read_block(6)[0])
-
-    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)), forward)
-    assert seen == [44]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_fenced_store_before_the_forward_takes_what_was_there_before(worker, order):
-    worker.write_block(4, 40)
-    plan = StepPlan(stores_before_forward=(Transfer(1, (4,), (4,)),), fences=(1,))
-    worker.step(plan, forward=lambda: worker.write_block(4, 77), order=order)
-    assert worker.settle() == {1: None}
-    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)))
-    worker.settle()
-    assert worker.read_block(6)[0] == 40
-    assert worker.read_block(4)[0] == 77
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -424,20 +338,6 @@ def test_stores_that_no_hook_started_go_before_those_of_the_next_plan(make_worke
     backend.complete_all()
 
 
-def test_hooks_that_come_twice_start_nothing_twice(worker):
-    plan = StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),), failures=("r",))
-    worker.bridge.handle_preemptions(plan)
-    worker.bridge.bind_connector_metadata(plan)
-    for _ in range(2):
-        worker.bridge.start_load_kv()
-        worker.bridge.wait_for_save()
-    assert worker.bridge.get_transfer_results() == ("r",)
-    assert worker.bridge.get_transfer_results() == ()
-    worker.bridge.clear_connector_metadata()
-    worker.bridge.clear_connector_metadata()
-    assert worker.settle() == {1: None, 2: None}
-
-
 def test_a_wrong_id_fails_its_transfer_and_no_other(worker):
     plan = StepPlan(
         loads=(Transfer(1, (BLOCKS,), (0,)), Transfer(2, (1,), (1,))),
@@ -449,15 +349,6 @@ def test_a_wrong_id_fails_its_transfer_and_no_other(worker):
 
 
 # ---- what is reported --------------------------------------------------------------------------
-
-
-def test_the_first_report_has_the_capacity_and_no_later_one_has(worker):
-    worker.step(EMPTY_PLAN)
-    (first,) = worker.reports
-    assert dataclasses.replace(first, host_facts=()) == StepReport(capacities=(Capacity(RANK, 12),))
-    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
-    worker.settle()
-    assert worker.reports[1:] == [StepReport(outcomes=(Outcome(RANK, 1),))]
 
 
 def test_how_a_rank_keeps_and_copies_is_in_the_first_report_and_when_it_changes(
@@ -474,16 +365,6 @@ def test_how_a_rank_keeps_and_copies_is_in_the_first_report_and_when_it_changes(
     backend.paths = (CopyPath.BATCH, CopyPath.EACH)
     assert worker.bridge.build_connector_worker_meta().host_facts[0].copy_paths == ("batch", "each")
     assert worker.bridge.build_connector_worker_meta() is None
-
-
-def test_a_failed_load_is_named_once_in_its_step_or_the_next(worker):
-    assert worker.step(StepPlan(failures=("w",))) == ("w",)
-    assert worker.step(EMPTY_PLAN) == ()
-    worker.bridge.handle_preemptions(StepPlan(failures=("x",)))
-    worker.bridge.bind_connector_metadata(StepPlan(failures=("x",)))
-    worker.bridge.clear_connector_metadata()  # this step collects nothing
-    assert worker.step(StepPlan(failures=("y",))) == ("x", "y")
-    assert worker.step(EMPTY_PLAN) == ()
 
 
 def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(
@@ -589,27 +470,6 @@ def test_a_worker_without_layers_has_no_capacity_and_refuses_transfers(make_work
     assert all(not report.capacities for report in worker.reports)
 
 
-def test_a_layer_may_have_several_tensors(make_worker):
-    worker = make_worker()
-    worker.caches = {"mamba": [worker.caches["a"], worker.caches["b"]], "c": worker.caches["c"]}
-    worker.register()
-    assert worker.bridge.build_connector_worker_meta() is not None
-
-
-@pytest.mark.parametrize(("verify", "looked_at"), [("sample:4", [[1, 5], [2, 6]]), ("off", [])])
-def test_as_many_slots_are_compared_as_was_set(make_worker, monkeypatch, verify, looked_at):
-    worker = make_worker(extra={"verify": verify})
-    backend = faked(worker, monkeypatch)
-    looked: list[list[int]] = []
-    backend.on_checksums = looked.append
-    for number in (1, 2):
-        worker.step(StepPlan(loads=(Transfer(number, range(8), range(8)),)))
-        wait_until(lambda: bool(backend.running))
-        backend.complete_all()
-        wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
-    assert looked == looked_at
-
-
 def test_a_pool_too_small_for_one_block_is_refused(make_worker):
     worker = make_worker()
     config = OffloadConfig.from_extra_config({"cpu_bytes_to_use": 4096}, world_size=1)
@@ -624,14 +484,6 @@ def test_a_pool_larger_than_the_machine_is_refused(make_worker, monkeypatch):
     monkeypatch.setattr(opening_module, "available_host_bytes", lambda: 100 * SLOT_BYTES)
     with pytest.raises(ConfigError, match="num_cpu_blocks"):
         make_worker(num_slots=101).register()
-
-
-def test_ranks_on_the_same_machine_share_its_memory(make_worker, monkeypatch):
-    needed = (1 << 20) * SLOT_BYTES
-    monkeypatch.setattr(opening_module, "available_host_bytes", lambda: needed + (1 << 30))
-    with pytest.raises(ConfigError, match="9 ranks"):
-        make_worker(num_slots=1 << 20, num_ranks_on_host=9).register()
-    make_worker(num_slots=1 << 20, num_ranks_on_host=1).register()
 
 
 def test_a_storage_smaller_than_its_blocks_is_refused(make_worker):

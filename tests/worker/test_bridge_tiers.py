@@ -1,19 +1,15 @@
 """Tiers behind the worker's hooks: real threads, real host memory, a tier in a dictionary."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from safe_offload import threads as threads_module
-from safe_offload.errors import SharingError
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
     IDLE_PLAN,
     FailureReason,
     Keys,
-    Presence,
     Probe,
     StepPlan,
     TierTransfer,
@@ -21,14 +17,12 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.breaker import FAILURES_MAX
 from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts
-from safe_offload.worker import opening as opening_module
 from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
 from tests.worker.hand_tier import HandTier
 from tests.worker.memory.pools import is_closed
-from tests.worker.test_bridge import BLOCKS, RANK, SLOT_BYTES, Worker
+from tests.worker.test_bridge import BLOCKS, SLOT_BYTES, Worker
 from tests.worker.waiting import wait_until
 
 TIERS = [{"url": "file:///near"}, {"url": "file:///far"}]
@@ -104,64 +98,6 @@ def moved(number: int, slot_ids: list[int], *hashes: bytes) -> tuple[TierTransfe
     return (TierTransfer(number, keys(*hashes), ids_of(slot_ids)),)
 
 
-@pytest.mark.parametrize("layout", ["layers outermost", "blocks outermost"])
-def test_a_block_goes_through_the_host_to_a_tier_and_back(make_worker, layout):
-    worker = make_worker(layout=layout).register()
-    for block in range(BLOCKS):
-        worker.write_block(block, 10 * block)
-    stores = Transfer(1, ids_of([2, 5]), ids_of([4, 7]))
-    worker.step(StepPlan(stores_after_forward=(stores,)))
-    assert worker.settle() == {1: None}
-    worker.step(StepPlan(spills=moved(2, [4, 7], A, B)))
-    assert worker.answered(2) == {2: ()}
-    assert {len(content) for content in worker.near.objects.values()} == {SLOT_BYTES}
-    worker.step(StepPlan(probes=(Probe(3, keys(C, B, A)),), fetches=moved(4, [9, 1], B, C)))
-    assert worker.answered(3, 4) == {3: bytes([0, 1, 1]), 4: (1,)}
-    worker.step(StepPlan(loads=(Transfer(5, ids_of([8]), ids_of([9])),)))
-    worker.settle()
-    assert worker.read_block(8)[0] == 50
-
-
-def test_each_tier_has_what_makes_its_namespace(make_worker):
-    tiers = [
-        {"url": "file:///near", "namespace": "mine", "model_version": "7"},
-        {"url": "file:///far", "model_version": "8"},
-    ]
-    worker = make_worker(extra={"tiers": tiers}).register()
-    own = {"rank": str(RANK), "bytes": str(SLOT_BYTES)}
-    assert worker.facts == [
-        {**own, "namespace": "mine", "model_version": "7"},
-        {**own, "namespace": "", "model_version": "8"},
-    ]
-    worker.step(StepPlan(spills=moved(1, [0], A)))
-    worker.answered(1)
-    names = [name for tier in worker.tiers.values() for name in tier.objects]
-    assert len({name.namespace for name in names}) == 2
-
-
-@pytest.mark.parametrize("version", ["", "7"])
-def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, version):
-    """The scheduler side is told, and gives its messages a generation; without one all is left."""
-    tiers = [{"url": f"file:///{name}", "model_version": version} for name in ("near", "far")]
-    worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",)).register()
-    worker.step(StepPlan(spills=moved(1, [0], A)))
-    assert worker.answered(1) == {1: () if version else (0,)}
-    assert len(worker.near.objects) == (1 if version else 0)
-    worker.step(StepPlan(spills=(replace(moved(2, [0], A)[0], generation="own"),)))
-    assert worker.answered(2) == {2: ()}
-    told = [facts.doubts for report in worker.reports for facts in report.host_facts]
-    assert told[-1] == (() if version else ("who knows",))
-
-
-def test_ranks_that_hold_the_same_have_one_namespace(make_worker, monkeypatch):
-    def refuse(*_: Any) -> None:
-        raise SharingError("each has a copy of its own, of the same bytes")
-
-    monkeypatch.setattr(opening_module, "share_memory", refuse)
-    ranks = [make_worker(rank=rank, ranks_per_copy=2).register() for rank in (4, 5)]
-    assert [worker.facts[0]["rank"] for worker in ranks] == ["4", "4"]
-
-
 def test_without_tiers_every_message_fails_and_is_answered(make_worker):
     worker = make_worker(extra={"tiers": []}).register()
     assert worker.bridge.opened.tiers is None
@@ -178,38 +114,11 @@ def test_after_shutdown_every_message_fails_and_is_answered(make_worker):
     assert worker.answered(1, 3) == {1: FailureReason.NOT_RUNNING, 3: bytes(1)}
 
 
-def test_a_step_without_news_of_tiers_makes_no_report(make_worker):
-    worker = make_worker().register()
-    worker.settle()
-    worker.reports.clear()
-    worker.step(EMPTY_PLAN)
-    assert worker.reports == []
-
-
-def test_a_presence_alone_is_a_report(make_worker):
-    worker = make_worker().register()
-    worker.settle()
-    worker.reports.clear()
-    worker.step(StepPlan(probes=(Probe(3, keys(A)),)))
-    worker.answered(3)
-    assert [report.presences for report in worker.reports] == [(Presence(RANK, 3, bytes(1)),)]
-
-
 def test_tiers_go_on_while_vllm_sleeps(make_worker):
     worker = make_worker().register()
     worker.bridge.unregister_kv_caches()
     worker.step(StepPlan(spills=moved(1, [0], A), probes=(Probe(2, keys(A)),)))
     assert worker.answered(1)[1] == ()
-
-
-def test_shutdown_waits_for_a_fetch_and_then_frees_the_memory(make_worker):
-    worker = make_worker().register()
-    worker.near.holds = {"fetch"}
-    worker.step(StepPlan(fetches=moved(1, [0], A)))
-    wait_until(lambda: "fetch 1" in worker.near.calls)
-    worker.bridge.shutdown()
-    assert worker.near.is_closed
-    assert is_closed(worker.host)
 
 
 def test_shutdown_leaves_a_hanging_tier_behind_with_the_memory(make_worker, monkeypatch, caplog):
@@ -284,32 +193,6 @@ def test_what_tiers_do_is_counted(make_worker):
     assert counters.take() == {}
 
 
-def test_gauges_say_how_tiers_stand(make_worker):
-    near, far = {"url": "file:///near", "capacity": "1MiB"}, {"url": "file:///far"}
-    worker = make_worker(extra={"tiers": [near, far]})
-    assert worker.bridge.gauges() == {}
-    worker.register()
-    worker.step(StepPlan(spills=moved(1, [0], A)))
-    worker.answered(1)
-    gauges = worker.bridge.gauges()
-    assert gauges == {
-        'tier_stored_bytes{tier="1"}': SLOT_BYTES,
-        'tier_capacity_bytes{tier="1"}': 1 << 20,
-        'tier_is_out{tier="1",operation="read"}': 0,
-        'tier_is_out{tier="1",operation="write"}': 0,
-        'tier_stored_bytes{tier="2"}': SLOT_BYTES,
-        'tier_capacity_bytes{tier="2"}': 0,
-        'tier_is_out{tier="2",operation="read"}': 0,
-        'tier_is_out{tier="2",operation="write"}': 0,
-        "tiers_not_ready": 0,
-    }
-    worker.near.answers["spill"] = [OSError("read-only")] * FAILURES_MAX
-    for number in range(2, 2 + FAILURES_MAX):
-        worker.step(StepPlan(spills=moved(number, [0], B)))
-        worker.answered(number)
-    assert worker.bridge.gauges()['tier_is_out{tier="1",operation="write"}'] == 1
-
-
 # ---- the tier of files ---------------------------------------------------------------------------
 
 
@@ -340,14 +223,6 @@ def test_another_process_finds_in_the_files_what_one_has_stored(open_files):
     second.step(StepPlan(loads=(Transfer(2, ids_of([8]), ids_of([9])),)))
     assert second.settle() == {1: None, 2: None}
     assert second.read_block(8)[0] == 70
-
-
-def test_the_threads_of_a_tier_are_moved_to_other_cores_once(open_files, monkeypatch):
-    """Twice would be back to the core where vLLM computes."""
-    moves: list[object] = []
-    monkeypatch.setattr(threads_module.os, "sched_setaffinity", lambda *move: moves.append(move))
-    open_files(is_child=True)
-    assert len(moves) == 1
 
 
 def make_watched(make_worker) -> tuple[TieredWorker, list[float]]:
@@ -387,19 +262,6 @@ def test_a_step_waits_for_nothing_if_it_may_compute_or_nothing_is_under_way(make
     worker.near.holds = {"probe"}
     worker.step(StepPlan(probes=(Probe(1, keys(A)),)))
     assert not limits, "it may compute"
-
-
-def test_what_has_been_answered_is_reported_without_a_wait(make_worker):
-    worker, limits = make_watched(make_worker)
-    worker.near.holds = {"probe", "spill"}
-    worker.step(StepPlan(probes=(Probe(1, keys(A)),)))
-    worker.step(StepPlan(spills=moved(2, [4], A)))
-    worker.near.release(1)
-    wait_until(worker.loop.news.is_set)
-    worker.step(IDLE_PLAN)
-    assert [each.probe_id for each in worker.reports[-1].presences] == [1]
-    assert worker.bridge.opened.tiers.is_busy
-    assert not limits, "and not for the spill"
 
 
 def test_what_is_reported_has_been_counted_in_its_own_step(make_worker):

@@ -4,18 +4,16 @@ import random
 import threading
 
 import numpy as np
-import pytest
 import torch
 
 from safe_offload.layout import HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason, Transfer
-from safe_offload.worker.copies.base import Copy, Direction
+from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
-from safe_offload.worker.verify import Verifier
-from tests.worker.driven import DrivenTransfers, drained, flush, join, looked_at, serves, submit
-from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, FakeBackend
+from tests.worker.driven import DrivenTransfers, drained, flush, join, looked_at, submit
+from tests.worker.fake_backend import PATIENCE_S
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 MISMATCH = FailureReason.CHECKSUM_MISMATCH
@@ -29,19 +27,6 @@ def settle(transfers: DrivenTransfers) -> list[tuple[int, FailureReason | None]]
 
 
 # ---- after copies ------------------------------------------------------------------------------
-
-
-def test_a_load_of_what_was_stored_is_done(backend, start):
-    transfers = start(verify_every=1)
-    backend.slots = {1: 111}
-    submit(transfers, STORE, 1)
-    backend.complete(1)
-    assert settle(transfers) == [(1, None)]
-    submit(transfers, LOAD, 1)
-    flush(transfers)
-    backend.complete_all()
-    assert settle(transfers) == [(1, None)]
-    assert transfers.take_bad_slots() == ()
 
 
 def test_a_load_of_what_has_changed_fails_and_names_the_slots(backend, start):
@@ -58,83 +43,6 @@ def test_a_load_of_what_has_changed_fails_and_names_the_slots(backend, start):
     transfers.submit(LOAD, Transfer(12, (60, 61), (2, 0)))
     backend.complete(60)
     assert settle(transfers) == [(12, None)]
-
-
-def test_a_slot_that_changes_while_it_is_copied_is_noticed(backend, start):
-    """A look ahead of the copy would not see it."""
-    transfers = start(verify_every=1)
-    submit(transfers, STORE, 1)
-    backend.complete(1)
-    settle(transfers)
-    transfers.submit(LOAD, Transfer(2, (50,), (1,)))
-    backend.wait_for(50)
-    backend.slots = {1: 1}
-    backend.complete(50)
-    assert settle(transfers) == [(2, MISMATCH)]
-
-
-def test_a_copy_that_failed_is_not_looked_at(backend, start):
-    transfers = start(verify_every=1)
-    looked: list[list[int]] = []
-    backend.on_checksums = looked.append
-    submit(transfers, STORE, 1)
-    submit(transfers, LOAD, 2)
-    backend.fail(1, ValueError("no"))
-    backend.fail(2, ValueError("no"))
-    failed = FailureReason.COPY_FAILED
-    assert settle(transfers) == [(1, failed), (2, failed)]
-    assert looked == []
-
-
-def test_nothing_is_looked_at_if_nobody_asked(backend, start):
-    transfers = start()
-    looked: list[list[int]] = []
-    backend.on_checksums = looked.append
-    submit(transfers, STORE, 1)
-    submit(transfers, LOAD, 2)
-    backend.complete(1)
-    backend.complete(2)
-    assert drained(transfers) == [(1, None), (2, None)]
-    assert looked == []
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_a_look_that_raises_fails_its_transfer_and_no_other(backend, start, direction):
-    transfers = start(verify_every=1)
-
-    def raise_for_two(slot_ids: list[int]) -> None:
-        if 2 in slot_ids:
-            raise OSError("no memory left")
-
-    backend.on_checksums = raise_for_two
-    submit(transfers, direction, 1, 2, 3)
-    flush(transfers)
-    backend.complete_all()
-    assert settle(transfers) == [(1, None), (2, FailureReason.COPY_FAILED), (3, None)]
-    backend.on_checksums = None
-    assert serves(transfers, backend)
-
-
-def test_a_load_does_not_wait_for_the_checksums_of_a_store(backend, start):
-    transfers = start(ONE_COPY, verify_every=1)
-    entered, released = threading.Event(), threading.Event()
-
-    def hold_stores(slot_ids: list[int]) -> None:
-        if slot_ids == [1]:
-            entered.set()
-            assert released.wait(PATIENCE_S)
-
-    backend.on_checksums = hold_stores
-    submit(transfers, STORE, 1)
-    backend.complete(1)
-    assert entered.wait(PATIENCE_S)
-    submit(transfers, LOAD, 2)
-    backend.complete(2)
-    flush(transfers)
-    transfers.threads.submit(LOAD, lambda: None).result(PATIENCE_S)
-    assert drained(transfers) == [(2, None)]
-    released.set()
-    assert settle(transfers) == [(1, None)]
 
 
 def test_nobody_looks_at_memory_that_is_gone(backend, start):
@@ -157,24 +65,6 @@ def test_nobody_looks_at_memory_that_is_gone(backend, start):
     assert backend.is_closed
     dead = FailureReason.NOT_RUNNING
     assert sorted(transfers.drain()) == [(1, dead), (2, dead)]
-
-
-# ---- which slots -------------------------------------------------------------------------------
-
-
-async def test_a_sample_is_one_in_so_many_and_takes_its_turn():
-    backend = FakeBackend()
-    looked: list[list[int]] = []
-    backend.on_checksums = looked.append
-    verifier = Verifier(backend, DirectionThreads("verify"), every=3)
-    ids = np.arange(6)
-    for transfer_id in range(4):
-        assert await verifier.check(transfer_id, Copy(LOAD, ids, ids)) == []
-    assert looked == [[0, 3], [1, 4], [2, 5], [0, 3]]
-    await verifier.check(9, Copy(STORE, ids, ids))
-    assert looked[-1] == list(range(6)), "of a store every slot"
-    verifier.close()
-    verifier.close()
 
 
 # ---- real memory -------------------------------------------------------------------------------

@@ -326,18 +326,6 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypatch, num_threads):
-    """A pool that cannot start one raises, and runs the copy all the same when it can again."""
-    subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads)
-    before = threading.active_count()
-    refuse_threads(monkeypatch)
-    for block in range(8):
-        await subject.copy(Direction.STORE, [block], [block])
-        await subject.copy(Direction.LOAD, [block], [block])
-    assert threading.active_count() == before
-
-
 def test_a_system_that_refuses_threads_is_a_config_error_at_start(subject, monkeypatch):
     refuse_threads(monkeypatch)
     before = threading.active_count()

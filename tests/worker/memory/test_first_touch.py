@@ -6,13 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from safe_offload.config.units import MIB
 from safe_offload.layout import HostLayout, Segment, make_geometry
 from safe_offload.worker.copies import cpu
 from safe_offload.worker.memory import first_touch
 from safe_offload.worker.memory.first_touch import FirstTouch, Touch
-from safe_offload.worker.memory.host_memory import HostMemory
-from tests.worker.memory.test_host_memory import smaps_of
 from tests.worker.waiting import PATIENCE_S, wait_until
 
 NEEDS_COMPILED = pytest.mark.skipif(
@@ -72,30 +69,6 @@ def test_as_much_is_touched_as_is_stored_soon_and_no_more(start):
     assert [start for start, _ in touched.ranges] == [0, *(end for _, end in touched.ranges[:-1])]
 
 
-def test_the_end_of_the_pool_is_the_end(start):
-    touched = Touched()
-    first = start(touched, 0, (NUM_SLOTS - 1) * SLOT_BYTES)
-    touched.wait_until((NUM_SLOTS - 1) * SLOT_BYTES)
-    first.note(ids(NUM_SLOTS - 2))
-    assert first.stop()
-    assert max(end for _, end in touched.ranges) <= NUM_SLOTS * SLOT_BYTES
-
-
-def test_every_segment_of_a_slot_is_touched(start):
-    touched = Touched()
-    start(touched, 0, 2 * SLOT_BYTES, num_segments=2)
-    array, part = NUM_SLOTS * SLOT_BYTES // 2, SLOT_BYTES // 2
-    touched.wait_until(array + 2 * part)
-    assert touched.ranges == [(0, 2 * part), (array, array + 2 * part)]
-
-
-def test_it_waits_for_every_other_thread_of_the_machine(start):
-    policies: list[int] = []
-    start(lambda *_: policies.append(os.sched_getscheduler(0)), 0, SLOT_BYTES)
-    wait_until(lambda: bool(policies))
-    assert policies == [os.SCHED_IDLE]
-
-
 class HeldTouch:
     """A touch that takes as long as the test wants."""
 
@@ -105,14 +78,6 @@ class HeldTouch:
     def __call__(self, *_: int) -> None:
         self.is_inside.set()
         self.may_go_on.wait(PATIENCE_S)
-
-
-def test_it_stops_between_two_chunks(start):
-    touch = HeldTouch()
-    first = start(touch, 0, NUM_SLOTS * SLOT_BYTES)
-    assert touch.is_inside.wait(PATIENCE_S)
-    threading.Timer(0.01, touch.may_go_on.set).start()
-    assert first.stop()
 
 
 def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
@@ -145,23 +110,6 @@ def test_where_the_system_has_no_thread_left_nothing_is_touched(start, monkeypat
     first = start(Touched(), 0, SLOT_BYTES)
     first.note(ids(0))
     assert first.stop()
-
-
-@NEEDS_COMPILED
-def test_touched_pages_are_there(start):
-    memory = HostMemory.allocate(NUM_SLOTS * SLOT_BYTES)
-    address = memory.tensor.data_ptr()
-
-    def resident_bytes() -> int:
-        return int(smaps_of(address)["Rss"].split()[0]) * 1024
-
-    assert resident_bytes() == 0
-    first = start(cpu.find_touch(), address, 16 * MIB)
-    wait_until(lambda: resident_bytes() >= 16 * MIB)
-    assert resident_bytes() < 32 * MIB, "a huge page may stand out at each end"
-    assert first.stop()
-    assert int(memory.tensor.count_nonzero()) == 0
-    memory.close()
 
 
 @NEEDS_COMPILED

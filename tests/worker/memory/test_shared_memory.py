@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from safe_offload.errors import ConfigError, SharingError
+from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.worker.memory import shared_memory
@@ -166,13 +166,6 @@ def test_stores_of_one_block_go_round():
     assert stored == {0: 3, 1: 3, 2: 3}
 
 
-def test_a_rank_with_a_memory_of_its_own_stores_everything():
-    whole = transfer(1, [1, 2, 3], [4, 5, 6])
-    found = Share().of_store(whole)
-    assert found is not None
-    assert (found.block_ids, found.slot_ids) == (ids_of([1, 2, 3]), ids_of([4, 5, 6]))
-
-
 # ---- meeting -------------------------------------------------------------------------------------
 
 
@@ -193,28 +186,6 @@ def test_what_one_rank_writes_all_ranks_read(make_ranks, count):
     assert ours_in(os.getpid()) == (count, 2 * count), "a mapping a rank, and two descriptors"
     del tables
     for memory in memories:
-        memory.close()
-
-
-def test_ranks_that_come_early_wait_for_the_first(make_ranks):
-    ranks = make_ranks(3)
-    later = [ranks.start(2), ranks.start(1)]
-    assert not any(future.done() for future in later)
-    memories = [ranks.start(0).result(PATIENCE_S), *(future.result(PATIENCE_S) for future in later)]
-    memories[0].tensor[0] = 1
-    assert [int(memory.tensor[0]) for memory in memories] == [1, 1, 1]
-    for memory in memories:
-        memory.close()
-
-
-def test_ranks_that_meet_twice_have_two_memories(make_ranks):
-    """As two of our connectors do under MultiConnector."""
-    ranks = make_ranks(2)
-    first, second = ranks.meet(), ranks.meet()
-    first[0].tensor[0] = 1
-    assert int(first[1].tensor[0]) == 1
-    assert int(second[1].tensor[0]) == 0
-    for memory in (*first, *second):
         memory.close()
 
 
@@ -250,21 +221,6 @@ def test_nobody_shares_if_there_are_fewer_slots_than_ranks(make_ranks):
     ranks = make_ranks(3)
     few = HostLayout.in_one_slab(LAYOUT.geometry, num_slots=2)
     expect_that_nobody_shares([ranks.start(i, layout=few) for i in range(3)], "fewer slots")
-
-
-def test_nobody_shares_if_the_system_refuses_the_memory(make_ranks, monkeypatch):
-    def refuse(*args: object) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    ranks = make_ranks(3)
-    expect_that_nobody_shares([ranks.start(i) for i in range(3)], "Operation not permitted")
-
-
-def test_nobody_shares_if_the_system_has_no_such_memory(make_ranks, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    ranks = make_ranks(2)
-    expect_that_nobody_shares([ranks.start(i) for i in range(2)], "memfd_create")
 
 
 def test_nobody_shares_where_memory_may_lack_when_it_is_touched(make_ranks, monkeypatch, tmp_path):
@@ -349,19 +305,6 @@ def test_the_first_rank_waits_no_longer_for_those_who_keep_coming_and_show_nothi
     expect_that_nobody_shares([first], "not all 2 ranks joined within 0.3 s")
 
 
-def test_a_rank_waits_no_longer_where_nobody_is_let_in(make_ranks):
-    ranks = make_ranks(2)
-    with new_socket() as listener, contextlib.ExitStack() as stack:
-        listener.bind(f"\0{ranks.address}")
-        listener.listen(0)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                peer = stack.enter_context(new_socket())
-                peer.setblocking(False)
-                peer.connect(f"\0{ranks.address}")
-        expect_that_nobody_shares([ranks.start(1, timeout_s=0.3)], "within 0.3 s")
-
-
 def test_nobody_shares_if_a_rank_comes_twice(make_ranks):
     ranks = make_ranks(3)
     futures = [ranks.start(index, timeout_s=0.5) for index in (0, 1, 1)]
@@ -381,18 +324,6 @@ def test_nobody_shares_where_proc_shows_other_processes(make_ranks, monkeypatch)
     ranks, parent = make_ranks(2), os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     expect_that_nobody_shares([ranks.start(i) for i in range(2)], "another PID namespace")
-
-
-def test_too_little_memory_is_an_error_of_the_first_rank(make_ranks):
-    """Before the memory is made, and the others are not kept waiting."""
-    ranks = make_ranks(2)
-
-    def refuse() -> None:
-        raise ConfigError("too little")
-
-    first, second = ranks.start(0, check=refuse), ranks.start(1, check=refuse)
-    assert isinstance(first.exception(PATIENCE_S), ConfigError)
-    expect_that_nobody_shares([second], "another rank failed")
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Ranks that hold the same KV cache, over one host memory: who stores what, and what is loaded."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import PAGE_BYTES
 from safe_offload.observe.counters import Counters
-from safe_offload.protocol import BadSlots, Capacity, FailureReason, StepPlan, Transfer
+from safe_offload.protocol import BadSlots, FailureReason, StepPlan, Transfer
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.slots import EngineSlots
 from safe_offload.scheduler.eviction.policy import Lru
@@ -17,14 +16,11 @@ from safe_offload.scheduler.ranks import Ranks
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import Share
-from safe_offload.worker.self_test import SelfTest
-from tests.worker.test_bridge import BLOCKS, SLOT_BYTES, Worker
+from tests.worker.test_bridge import BLOCKS, Worker
 
 NUM_RANKS = 3
 FIRST = 6
 """Rank of the first: in some pipeline stage."""
-
-MakeRanks = Callable[..., list[Worker]]
 
 
 @pytest.fixture
@@ -68,33 +64,6 @@ STORE = StepPlan(stores_after_forward=(Transfer(1, (2, 5, 3, 7), (11, 0, 7, 4)),
 LOAD = StepPlan(loads=(Transfer(2, (9, 8, 1, 6), (7, 11, 0, 4)),))
 
 
-@pytest.mark.parametrize("layout", ["layers outermost", "blocks outermost"])
-def test_each_rank_stores_its_share_and_all_load_everything(make_ranks, monkeypatch, layout):
-    ranks = make_ranks(layout=layout)
-    copied = []
-    for worker in ranks:
-        transfers = worker.bridge.opened.transfers
-        monkeypatch.setattr(
-            transfers,
-            "submit",
-            lambda direction, transfer, mark=None, *, original=transfers.submit: (
-                copied.append((direction.value, len(transfer.slot_ids))),
-                original(direction, transfer, mark),
-            ),
-        )
-    compute(ranks)
-    assert step(ranks, STORE) == [{1: None}] * NUM_RANKS
-    assert sorted(copied) == [("store", 1), ("store", 1), ("store", 2)]
-    for worker in ranks:
-        for block in (2, 3, 5, 7):
-            worker.write_block(block, 0)
-    copied.clear()
-    assert step(ranks, LOAD) == [{1: None, 2: None}] * NUM_RANKS
-    assert copied == [("load", 4)] * NUM_RANKS
-    for worker in ranks:
-        assert [worker.read_block(block)[0] for block in (9, 8, 1, 6)] == [30, 20, 50, 70]
-
-
 def test_a_store_of_one_block_is_reported_by_all_and_copied_by_one(make_ranks):
     ranks = make_ranks()
     compute(ranks)
@@ -105,46 +74,6 @@ def test_a_store_of_one_block_is_reported_by_all_and_copied_by_one(make_ranks):
         worker.step(StepPlan(fences=(5,)))
     step(ranks, StepPlan(loads=(Transfer(6, (1,), (9,)),)))
     assert [worker.read_block(1)[0] for worker in ranks] == [40] * NUM_RANKS
-
-
-def test_one_copy_takes_the_memory_of_one_and_the_start_says_so(make_ranks, caplog):
-    with caplog.at_level("INFO"):
-        ranks = make_ranks()
-    lines = [r.message for r in caplog.records if "keeps KV cache in" in r.message]
-    assert len(lines) == NUM_RANKS
-    assert all(f"one copy for {NUM_RANKS} ranks" in line for line in lines)
-    assert len({host_of(worker).size_bytes for worker in ranks}) == 1
-    host_of(ranks[0]).tensor[5] = 77
-    assert [int(host_of(worker).tensor[5]) for worker in ranks] == [77] * NUM_RANKS
-
-
-def test_a_size_in_bytes_is_put_together_and_gives_as_many_times_the_slots(make_ranks, monkeypatch):
-    size_bytes = 100 * SLOT_BYTES * NUM_RANKS
-    available: list[int] = []
-
-    def count(config: Any, **asked: int) -> None:
-        available.append(asked["bytes_per_rank"] * asked["num_ranks_on_host"])
-
-    monkeypatch.setattr(opening_module, "check_host_bytes", count)
-    extra = {"cpu_bytes_to_use": size_bytes}
-    ranks = make_ranks(None, extra=extra)
-    assert [worker.backend.num_slots for worker in ranks] == [100 * NUM_RANKS] * NUM_RANKS
-    assert available == [size_bytes], "asked once, for all of it"
-
-
-def test_the_ranks_test_their_copies_in_slots_of_their_own(make_ranks, monkeypatch, caplog):
-    allowed: list[range] = []
-    original = SelfTest.run
-
-    def run(test: SelfTest, *, slots: range) -> bool:
-        allowed.append(slots)
-        return original(test, slots=slots)
-
-    monkeypatch.setattr(SelfTest, "run", run)
-    make_ranks(num_slots=30)
-    assert sorted(slot for slots in allowed for slot in slots) == list(range(30))
-    assert len(allowed) == NUM_RANKS
-    assert "failed" not in caplog.text
 
 
 def test_a_rank_notices_that_what_another_stored_has_changed(make_ranks):
@@ -207,17 +136,6 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
         assert facts.num_sharing == (1 if is_alone else NUM_RANKS)
         ranks.add_facts(facts)
     assert ranks.has_dead == (num_alone == 1)
-
-
-def test_ranks_with_memories_of_their_own_tell_how_many_slots_these_have(make_ranks, monkeypatch):
-    def refuse(*args: object) -> None:
-        raise SharingError("no")
-
-    monkeypatch.setattr(opening_module, "share_memory", refuse)
-    ranks = make_ranks(None, extra={"cpu_bytes_to_use_per_rank": 100 * SLOT_BYTES})
-    for worker in ranks:
-        worker.settle()
-        assert worker.reports[0].capacities == (Capacity(worker.rank, 100),)
 
 
 def test_too_little_memory_ends_the_start(make_ranks, monkeypatch):
