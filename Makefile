@@ -168,7 +168,7 @@ digests: venv ## what must not change when code is tidied up, as text that diff 
 sim: venv ## vLLM's real scheduler and this connector over simulated workers: make sim SIM_ARGS='--profile … --seeds 0..100'
 	$(BIN)/python -m tests.simulator $(SIM_ARGS)
 
-bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-hits, bench-shared, bench-policies …
+bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-growth, bench-agents …
 	$(BIN)/python -m tests.benchmarks $* $(BENCH_ARGS)
 
 needs-gpu:

