@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 def test_what_one_engine_computes_another_answers_from_mooncake_as_from_valkey(model, tmp_path):
     """The first engine writes to both, and each of the others reads from one of them."""
     with (
