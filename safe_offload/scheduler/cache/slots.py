@@ -157,12 +157,12 @@ class SlotPool:
     def lease(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once: none is evicted until it is released."""
         self._references.add(slots)
-        self._evictable.lease(self._own(slots))
+        self._evictable.lease(slots)
 
     def hold(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once, which is no use of what they hold."""
         self._references.add(slots)
-        self._evictable.hold(self._own(slots))
+        self._evictable.hold(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """Take one lease from each slot, given in prefix order.
@@ -195,7 +195,6 @@ class SlotPool:
 
     def _unleased(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that hold something and that nothing leases."""
-        slots = self._own(slots)
         if None in map(self.directory.hashes.__getitem__, slots):
             slots = [slot for slot in slots if self.directory.hashes[slot] is not None]
         return list(filterfalse(self._references.leased.__contains__, slots))

@@ -343,11 +343,11 @@ class NodeSlots(SlotPool):
     def lease(self, slots: Sequence[int]) -> None:
         """See `SlotPool`; what another has overwritten by now is forgotten (`num_lost`)."""
         self._visit(slots)
-        super().lease(slots)
+        self._evictable.lease(self._own(slots))
 
     def hold(self, slots: Sequence[int]) -> None:
         self._visit(slots)
-        super().hold(slots)
+        self._evictable.hold(self._own(slots))
 
     def _own(self, slots: Iterable[int]) -> Sequence[int]:
         """See `SlotPool`; those of this engine's lots."""
@@ -361,7 +361,7 @@ class NodeSlots(SlotPool):
         return chain.from_iterable(map(table.range_of, sorted(self._lots)))
 
     def _visit(self, slots: Sequence[int]) -> None:
-        """Be a guest at those of the slots that are another's."""
+        """Add a lease to each slot; be a guest at those that are another's."""
         foreign = filterfalse(self._is_own.__getitem__, slots)
         new = list(filterfalse(self._marked.__contains__, foreign))
         if new and self.table is not None:
@@ -374,6 +374,7 @@ class NodeSlots(SlotPool):
                 self.num_lost += len(lost)
                 self._counters[Count.LOST_BLOCKS] += len(lost)
                 self.forget(lost)
+        self._references.add(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         super().release(slots, first)
@@ -384,6 +385,9 @@ class NodeSlots(SlotPool):
         if slots and self.table is not None:
             self.table.leave(_array(slots))
             self._marked.difference_update(slots)
+
+    def _unleased(self, slots: Sequence[int]) -> list[int]:
+        return super()._unleased(self._own(slots))
 
     def _forgotten(self, slots: Sequence[int]) -> None:
         super()._forgotten(slots)

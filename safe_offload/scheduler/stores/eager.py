@@ -31,7 +31,7 @@ from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import StoreSchedule
+from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -80,7 +80,7 @@ class EagerStores(StorePolicy):
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
         extras = make_extras(hits, gpu)
-        schedule = StoreSchedule(sizes, num_decode_tokens_max, extras, kept)
+        schedule = make_schedule(extras, sizes, num_decode_tokens_max, kept)
         super().__init__(hits, gpu, stores, schedule, extras)
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size

@@ -16,7 +16,7 @@ from safe_offload.scheduler.blocks import (
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import StoreSchedule
+from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -62,7 +62,7 @@ class LazyStores(StorePolicy):
     ) -> None:
         sizes = hits.geometry.group_block_sizes
         extras = make_extras(hits, gpu)
-        schedule = StoreSchedule(sizes, num_decode_tokens_max, extras, is_lazy=True)
+        schedule = make_schedule(extras, sizes, num_decode_tokens_max, is_lazy=True)
         super().__init__(hits, gpu, stores, schedule, extras)
         self._num_step_blocks = num_step_blocks
         # More than the host holds would push out what was just stored, step after step.

@@ -37,7 +37,6 @@ class StoreSchedule:
     Args:
         block_sizes: tokens of a block, of each KV cache group.
         num_decode_tokens_max: the most tokens that a request which decodes computes in one step.
-        extras: are looked at with each request; None if no boundary is ever moved.
         num_tokens_kept: the fewest tokens that a request computes before a full block leaves its
             table; None if blocks never do. Looks are no further apart.
         is_lazy: nothing is stored while its request runs.
@@ -51,12 +50,10 @@ class StoreSchedule:
         self,
         block_sizes: Sequence[int],
         num_decode_tokens_max: int,
-        extras: Extras | None,
         num_tokens_kept: int | None = None,
         *,
         is_lazy: bool = False,
     ) -> None:
-        self._extras = extras
         self._block_size = math.gcd(*block_sizes)
         self._num_decode_tokens_max = num_decode_tokens_max
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
@@ -81,8 +78,6 @@ class StoreSchedule:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
-        if self._extras is not None:
-            self._extras.end(state)
         self.decoding.discard(state)
         self._num_computed.pop(state, None)
 
@@ -119,15 +114,11 @@ class StoreSchedule:
             else:
                 found.append(state)
                 self._plan_next(state, num_tokens)
-        if self._extras is not None and found and self.num_steps_between:
-            self._extras.plan()
         return found
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         request = state.request
         num_tokens, num_computed = request.num_tokens, request.num_computed_tokens + num_scheduled
-        if self._extras is not None:
-            self._extras.look(state, num_computed)
         if num_computed < num_tokens:
             self.decoding.discard(state)
             self._next[state] = None
@@ -142,3 +133,53 @@ class StoreSchedule:
         step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
         step += -step % self.num_steps_between  # to the next multiple
         self._later.setdefault(step, []).append(state)
+
+
+class PlainSchedule(StoreSchedule):
+    """Where no boundary is ever moved."""
+
+
+class MovingSchedule(StoreSchedule):
+    """Looks at what vLLM hashes on our account, too, which moves boundaries."""
+
+    def __init__(
+        self,
+        extras: Extras,
+        block_sizes: Sequence[int],
+        num_decode_tokens_max: int,
+        num_tokens_kept: int | None = None,
+        *,
+        is_lazy: bool = False,
+    ) -> None:
+        super().__init__(block_sizes, num_decode_tokens_max, num_tokens_kept, is_lazy=is_lazy)
+        self._extras = extras
+
+    def end(self, state: RequestState) -> None:
+        super().end(state)
+        self._extras.end(state)
+
+    def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
+        """See `StoreSchedule`; if not lazy, extras may be reused from now on."""
+        found = super().due(scheduled)
+        if found and self.num_steps_between:
+            self._extras.plan()
+        return found
+
+    def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
+        self._extras.look(state, state.request.num_computed_tokens + num_scheduled)
+        super()._plan_next(state, num_scheduled)
+
+
+def make_schedule(
+    extras: Extras | None,
+    block_sizes: Sequence[int],
+    num_decode_tokens_max: int,
+    num_tokens_kept: int | None = None,
+    *,
+    is_lazy: bool = False,
+) -> StoreSchedule:
+    """Return the schedule for a model; see `StoreSchedule`."""
+    what = block_sizes, num_decode_tokens_max, num_tokens_kept
+    if extras is None:
+        return PlainSchedule(*what, is_lazy=is_lazy)
+    return MovingSchedule(extras, *what, is_lazy=is_lazy)
