@@ -33,6 +33,8 @@ CHUNK_BYTES: Final = 16 << 20
 JOBS: Final = 3
 """Of a batch at a time: while two move bytes, one computes checksums."""
 MOVERS: Final = (NUM_FETCHES + NUM_SPILLS) * JOBS
+MOVES: Final = 2
+"""Calls at a time: each of them polls until its bytes have moved, which takes a core."""
 ASKERS: Final = 2
 GRACE_S: Final = 0.9
 """For which a call that was given up may go on, before its process is killed: a little less than
@@ -67,7 +69,7 @@ class MooncakeStore(Store):
         self._log = RareLog(self.label)
         segment_bytes = (config.segment_bytes or 0) if slot_bytes else 0
         self._home = Client(config, segment_bytes, MOVERS + ASKERS)
-        self._mover = Client(config, num_calls=MOVERS)
+        self._mover = Client(config, num_calls=MOVES)
         self._movers = start_threads(MOVERS, "safe-offload-tier-move")
         self._askers = start_threads(ASKERS, "safe-offload-tier-ask")
         self._is_closed = False
