@@ -34,7 +34,6 @@ ANSWER_TIMEOUT_S: Final = 30.0
 """For which a call may take; its process is then killed."""
 ANSWER_BYTES_MAX: Final = 1 << 20
 HELPER: Final = helper.__file__
-SPARE_BYTES_MIN: Final = 1 << 20
 
 # Codes of Mooncake's ErrorCode, mooncake-store/include/types.h.
 NO_ROOM: Final = -200
@@ -118,8 +117,7 @@ class Client:
             process = self._process = _Process(self._num_calls)
             with process.channel() as channel:
                 if code := channel.call("set_up", *arguments):
-                    problem = f"a client of Mooncake could not be set up (code {code})"
-                    raise OSError(errno.EIO, problem)
+                    raise OSError(errno.EIO, f"Mooncake's client cannot be set up (code {code})")
             process.is_ready = True
             return process
 
@@ -179,7 +177,7 @@ class _Channel:
     def _spare_of(self, size_bytes: int) -> int:
         """Return the address of memory for so many bytes that are copied."""
         if self._spare is None or len(self._spare) < size_bytes:
-            self._spare = map_new(max(size_bytes, SPARE_BYTES_MIN))
+            self._spare = map_new(max(size_bytes, 1 << 20))
         return address_of(memoryview(self._spare))
 
 
