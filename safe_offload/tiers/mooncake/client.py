@@ -64,6 +64,11 @@ class Client:
         self._process: _Process | None = None
         self._starting = threading.Lock()
 
+    def start(self) -> None:
+        """Start the process, so that no call waits for that; without a master, a call will."""
+        with contextlib.suppress(OSError):
+            self._running()
+
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Return which objects are there."""
         return [code == 1 for code in self._call("has", keys)]

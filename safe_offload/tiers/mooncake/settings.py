@@ -27,8 +27,9 @@ ENVIRONMENT: Final = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_LOG_LEVEL": "ERROR",
-    # Otherwise each range of an object has a connection of its own.
+    # Otherwise each range of an object has a connection of its own; one moves a range at a time.
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_LANES_PER_PEER": "16",
 }
 _DEVICES: Final = "/sys/class/infiniband"
 _FILE_BYTES_MAX: Final = 1 << 16

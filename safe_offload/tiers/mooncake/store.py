@@ -73,6 +73,8 @@ class MooncakeStore(Store):
         self._movers = start_threads(MOVERS, "safe-offload-tier-move")
         self._askers = start_threads(ASKERS, "safe-offload-tier-ask")
         self._is_closed = False
+        for client in (self._home, self._mover) if slot_bytes else ():
+            self._movers.submit(client.start)
 
     # ---- engines ------------------------------------------------------------------------------
 
