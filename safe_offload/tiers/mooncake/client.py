@@ -64,11 +64,6 @@ class Client:
         self._process: _Process | None = None
         self._starting = threading.Lock()
 
-    def start(self) -> None:
-        """Start the process, so that no call waits for that; without a master, a call will."""
-        with contextlib.suppress(OSError):
-            self._running()
-
     def has(self, keys: Sequence[str]) -> list[bool]:
         """Return which objects are there."""
         return [code == 1 for code in self._call("has", keys)]
@@ -106,14 +101,14 @@ class Client:
     def _call(self, verb: str, keys: Sequence[str], *slots_and_more: Any) -> list[int]:
         if not keys:
             return []
-        with self._running().channel() as channel:
+        with self.running().channel() as channel:
             call = channel.move if slots_and_more else channel.call
             codes: list[int] = call(verb, keys, *slots_and_more)
         if failed := [code for code in codes if code in helper.NO_MASTER]:
             raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
         return codes
 
-    def _running(self) -> _Process:
+    def running(self) -> _Process:
         """Return the process, which is started if there is none."""
         with self._starting:
             if self._process is not None and self._process.program.returncode is None:

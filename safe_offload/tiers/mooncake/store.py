@@ -74,7 +74,7 @@ class MooncakeStore(Store):
         self._askers = start_threads(ASKERS, "safe-offload-tier-ask")
         self._is_closed = False
         for client in (self._home, self._mover) if slot_bytes else ():
-            self._movers.submit(client.start)
+            self._movers.submit(client.running)  # so that no call waits for that
 
     # ---- engines ------------------------------------------------------------------------------
 
@@ -224,7 +224,6 @@ class MooncakeStore(Store):
         return bytes(found[start : start + length])
 
     async def _keys(self) -> list[bytes]:
-        """Return the keys of ours."""
         await self._ask(self._home.has, [naming.PREFIX])  # without a master there are no pages
         page = f"{self._pages}/get_all_keys"
 
@@ -242,11 +241,9 @@ class MooncakeStore(Store):
         return [key for key in found.split() if key.startswith(naming.PREFIX.encode())]
 
     def key_of(self, name: Name) -> str:
-        """See `Store`."""
         return naming.key_of(name).decode()
 
     def description_key(self, namespace: str) -> str:
-        """See `Store`."""
         return naming.description_key(bytes.fromhex(namespace)).decode()
 
 
