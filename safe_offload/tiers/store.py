@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from safe_offload.config.units import MIB
 from safe_offload.tiers import naming
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from safe_offload.config.tiers import TierConfig
     from safe_offload.tiers.batch import Batch
 
+T = TypeVar("T")
 PAGE_ITEMS = 1000
 """Of a walk, and of what an operator deletes at a time."""
 
@@ -139,7 +140,7 @@ class Store(ABC):
         return f"{namespace}/{DESCRIPTION_FILE}"
 
 
-def pages(items: Iterable[Item]) -> Iterator[list[Item]]:
+def pages(items: Iterable[T]) -> Iterator[list[T]]:
     """Yield lists of at most PAGE_ITEMS."""
     left = iter(items)
     while page := list(islice(left, PAGE_ITEMS)):

@@ -24,7 +24,7 @@ from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
 from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
 from safe_offload.tiers.mooncake.settings import complete
 from safe_offload.tiers.rare_log import RareLog
-from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.store import Item, Store, pages
 from safe_offload.tiers.waiting import outlast
 
 CHUNK_OBJECTS: Final = 256
@@ -202,8 +202,7 @@ class MooncakeStore(Store):
         found = await self._keys()
         if namespace:
             found = [key for key in found if naming.namespace_of_key(key) == namespace]
-        for start in range(0, len(found), PAGE_ITEMS):
-            some = [key.decode() for key in found[start : start + PAGE_ITEMS]]
+        for some in pages(map(bytes.decode, found)):
             sizes = await self._ask(self._home.sizes, some)
             # What has no size was evicted meanwhile.
             items = (self._item(*each) for each in zip(some, sizes, strict=True) if each[1] >= 0)
