@@ -29,9 +29,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -78,10 +76,7 @@ class EagerStores(StorePolicy):
         *,
         may_refuse: bool,
     ) -> None:
-        sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        extras = make_extras(hits, gpu)
-        schedule = make_schedule(extras, sizes, num_decode_tokens_max, kept)
-        super().__init__(hits, gpu, stores, schedule, extras)
+        super().__init__(hits, gpu, stores, num_decode_tokens_max, is_lazy=False)
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
         self._block_sizes = hits.geometry.group_block_sizes

@@ -161,8 +161,3 @@ class Extras:
             has_all = len(blocks) == count
             self._guard = QueuePlace.of(blocks[-self._num_step_blocks]) if has_all else None
         return self._guard is not None
-
-
-def make_extras(hits: HostHits, gpu: GpuBlocks) -> Extras | None:
-    """Return what takes care of such blocks; None if no boundary is ever moved for the host."""
-    return Extras(hits, gpu) if hits.boundaries.every else None

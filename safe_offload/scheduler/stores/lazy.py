@@ -14,9 +14,7 @@ from safe_offload.scheduler.blocks import (
     missing_blocks,
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.stores.extras import make_extras
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -47,8 +45,7 @@ class LazyStores(StorePolicy):
     that a sweep leaves, twice.
 
     Args:
-        hits, gpu, stores: see `StorePolicy`.
-        num_decode_tokens_max: see `StoreSchedule`.
+        hits, gpu, stores, num_decode_tokens_max: see `StorePolicy`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
 
@@ -60,10 +57,7 @@ class LazyStores(StorePolicy):
         num_decode_tokens_max: int,
         num_step_blocks: int,
     ) -> None:
-        sizes = hits.geometry.group_block_sizes
-        extras = make_extras(hits, gpu)
-        schedule = make_schedule(extras, sizes, num_decode_tokens_max, is_lazy=True)
-        super().__init__(hits, gpu, stores, schedule, extras)
+        super().__init__(hits, gpu, stores, num_decode_tokens_max, is_lazy=True)
         self._num_step_blocks = num_step_blocks
         # More than the host holds would push out what was just stored, step after step.
         self._num_ahead = min(2 * num_step_blocks, hits.slots.num_slots)

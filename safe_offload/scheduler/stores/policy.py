@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from safe_offload.scheduler.stores.extras import Extras
+from safe_offload.scheduler.stores.schedule import MovingSchedule, PlainSchedule, StoreSchedule
 from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
 
 if TYPE_CHECKING:
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestBook, RequestState
-    from safe_offload.scheduler.stores.extras import Extras
-    from safe_offload.scheduler.stores.schedule import StoreSchedule
     from safe_offload.scheduler.stores.stores import Stores
 
 
@@ -31,8 +31,11 @@ class StorePolicy:
         hits: to skip what the host has or is about to have.
         gpu: vLLM's blocks.
         stores: takes what is found.
+        num_decode_tokens_max, is_lazy: see `StoreSchedule`.
+
+    Attributes:
+        extras: blocks that vLLM has hashed on our account; None if no boundary is ever moved.
         schedule: when requests are looked at.
-        extras: blocks that vLLM has hashed on our account; None if it hashes none.
     """
 
     def __init__(
@@ -40,15 +43,23 @@ class StorePolicy:
         hits: HostHits,
         gpu: GpuBlocks,
         stores: Stores,
-        schedule: StoreSchedule,
-        extras: Extras | None,
+        num_decode_tokens_max: int,
+        *,
+        is_lazy: bool,
     ) -> None:
         self._hits = hits
         self._geometry = hits.geometry
         self._gpu = gpu
         self._stores = stores
-        self.schedule = schedule
-        self.extras = extras
+        sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
+        what = sizes, num_decode_tokens_max, kept
+        self.extras: Extras | None = None
+        self.schedule: StoreSchedule
+        if hits.boundaries.every:
+            self.extras = Extras(hits, gpu)
+            self.schedule = MovingSchedule(self.extras, *what, is_lazy=is_lazy)
+        else:
+            self.schedule = PlainSchedule(*what, is_lazy=is_lazy)
         self._snapshot_taker = SnapshotTaker(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
         self._tables: dict[RequestState, list[Sequence[KVCacheBlock]]] = {}

@@ -168,18 +168,3 @@ class MovingSchedule(StoreSchedule):
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         self._extras.look(state, state.request.num_computed_tokens + num_scheduled)
         super()._plan_next(state, num_scheduled)
-
-
-def make_schedule(
-    extras: Extras | None,
-    block_sizes: Sequence[int],
-    num_decode_tokens_max: int,
-    num_tokens_kept: int | None = None,
-    *,
-    is_lazy: bool = False,
-) -> StoreSchedule:
-    """Return the schedule for a model; see `StoreSchedule`."""
-    what = block_sizes, num_decode_tokens_max, num_tokens_kept
-    if extras is None:
-        return PlainSchedule(*what, is_lazy=is_lazy)
-    return MovingSchedule(extras, *what, is_lazy=is_lazy)
