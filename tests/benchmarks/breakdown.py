@@ -80,6 +80,8 @@ class Load:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_engine.add_arguments(parser)
     shapes.add_arguments(parser)
+    what = "no engine: vLLM's scheduler and a GPU of threads, a hit of 1 GiB"
+    parser.add_argument("--stand-in", action="store_true", help=what)
     parser.set_defaults(model="llama")
 
 
@@ -87,6 +89,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks breakdown`; return 1 if no hit of the host could be seen."""
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
+    if arguments.stand_in:
+        publish(measure_stand_in(options, machine), arguments)
+        return 0
     with ExitStack() as on:
         args = {"worker_extension_cls": PROBE}
         options, folder = on.enter_context(with_model(options, arguments, **args))
@@ -111,6 +116,24 @@ def run_command(arguments: argparse.Namespace) -> int:
         loads = [replace(load, one_copy_s=copies_s[load.size_bytes]) for load in loads]
     publish(make_report(hits, loads, options, machine), arguments)
     return int(not hits[HOST_HIT])
+
+
+def measure_stand_in(options: BenchOptions, machine: dict[str, Any]) -> Report:
+    """Take hits on the stand-in apart, for each way in which a block may lie and be copied."""
+    from tests.benchmarks import stand_in
+
+    sections, figures = [], {}
+    for case in stand_in.CASES:
+        hits = {
+            kind: [spans(one) for one in seen]
+            for kind, seen in zip(
+                (HOST_HIT, GPU_HIT), stand_in.measure(case, options.rounds), strict=True
+            )
+        }
+        name = f"{case.path.value}, {case.num_ranges} ranges a block"
+        sections.append(f"{name}\n{spans_table(hits)}")
+        figures[name] = hits
+    return Report(stand_in.__doc__ or "", sections, figures, asdict(options), machine)
 
 
 def watch(engine: Any, question: Question) -> Seen:
@@ -195,14 +218,17 @@ def make_report(
 ) -> Report:
     figures = {"hits": hits, "loads": [asdict(load) for load in loads]}
     assert __doc__ is not None
+    sections = [spans_table(hits), *tell_limit(hits, loads)]
+    return Report(__doc__.strip(), sections, figures, asdict(options), machine)
+
+
+def spans_table(hits: dict[str, list[Spans]]) -> str:
     rows = [["ms", *(head for kind, found in hits.items() for head in heads(kind, found))]]
     for name in SPANS:
         cells = [in_ms([s[name] for s in found if name in s]) for found in hits.values()]
         rows.append([name, *(cell for pair in cells for cell in pair)])
     totals = [in_ms([sum(s.values()) for s in found]) for found in hits.values()]
-    rows.append(["time to first token", *(cell for pair in totals for cell in pair)])
-    sections = [table(rows), *tell_limit(hits, loads)]
-    return Report(__doc__.strip(), sections, figures, asdict(options), machine)
+    return table([*rows, ["time to first token", *(cell for pair in totals for cell in pair)]])
 
 
 def tell_limit(hits: dict[str, list[Spans]], loads: list[Load]) -> list[str]:

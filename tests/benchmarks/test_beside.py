@@ -3,15 +3,18 @@
 import pytest
 
 from safe_offload.worker.bridge import WorkerBridge
+from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.driver import Driver
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.ranges import RangeTable
 from safe_offload.worker.transfers import Transfers
+from tests.benchmarks import stand_in
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.beside import costs, median_step_s
 from tests.benchmarks.breakdown import (
+    COPY,
     SPANS,
     Load,
     Seen,
@@ -70,6 +73,16 @@ def watched_for_once(monkeypatch):
     """What a recorder wraps is unwrapped when the test has ended."""
     for owner, name in WATCHED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def test_a_hit_on_the_stand_in_has_every_span(watched_for_once):
+    case = stand_in.Case(2, CopyPath.BATCH, num_blocks=4, block_bytes=128)
+    on_host, on_gpu = stand_in.measure(case, rounds=1)
+    (found,) = map(spans, on_host)
+    assert [*found] == [*SPANS]
+    (load,) = map(load_of, on_host)
+    assert load.size_bytes == 4 * 128
+    assert COPY not in spans(*on_gpu)
 
 
 def test_copies_of_a_gpu_are_seen(watched_for_once):
