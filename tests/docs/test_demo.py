@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ esac
 
 @pytest.fixture
 def demo(tmp_path):
-    """The demo, waiting for its server."""
+    """The demo, waiting for its server, which has been started."""
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -42,6 +43,8 @@ def demo(tmp_path):
     while "starting the server" not in said:
         said += process.stdout.readline()
     assert "random weights" in said
+    while not any("starts" in log.read_text() for log in scratch.glob("*/server.log")):
+        time.sleep(0.05)
     process.scratch = scratch
     yield process
     process.kill()
