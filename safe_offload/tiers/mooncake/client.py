@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import queue
@@ -33,6 +34,8 @@ CONNECT_TIMEOUT_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 30.0
 """For which a call may take; its process is then killed."""
 ANSWER_BYTES_MAX: Final = 1 << 20
+OPENMP: Final = ("OMP_", "GOMP", "KMP_")
+"""With these variables vLLM's CPU engine binds OpenMP, which Mooncake has too, to cores."""
 HELPER: Final = helper.__file__
 
 # Codes of Mooncake's ErrorCode, mooncake-store/include/types.h.
@@ -150,13 +153,16 @@ class _Channel:
     ) -> list[int]:
         """Get or put objects; bytes that are in no memfd are copied."""
         buffers = [[(address_of(each), each.nbytes) for each in slot if each] for slot in slots]
-        # From where bytes are, and how many, to where they are copied.
-        copies = {at: 0 for slot in buffers for at in slot if find_memfd(at[0]) is None}
-        end = self._spare_of(sum(length for _, length in copies))
-        for address, length in copies:
-            copies[address, length], end = end, end + length
+        found = {at: find_memfd(at[0]) for slot in buffers for at in slot}
+        copied = [at for at, memfd in found.items() if memfd is None]
+        spare = self._spare_of(sum(length for _, length in copied))
+        ends = itertools.accumulate((length for _, length in copied), initial=spare.start)
+        copies = dict(zip(copied, ends, strict=False))  # to where they are copied
+        memfds = {at: memfd or spare for at, memfd in found.items()}
+        for memfd in {*memfds.values()}:
+            self._process.open(memfd, self)
         objects = [
-            _joined([self._place(copies.get(at, at[0]), at[1]) for at in each]) for each in buffers
+            _joined([(memfds[at], copies.get(at, at[0]), at[1]) for at in slot]) for slot in buffers
         ]
         for (address, length), copy in copies.items() if verb == "put" else ():
             ctypes.memmove(copy, address, length)
@@ -167,18 +173,13 @@ class _Channel:
             ctypes.memmove(address, copy, length)
         return codes
 
-    def _place(self, address: int, length: int) -> tuple[int, int, int]:
-        """Return how the process knows an address in a memfd."""
-        memfd = find_memfd(address)
-        assert memfd is not None
-        self._process.open(memfd, self)
-        return memfd.number, address - memfd.start, length
-
-    def _spare_of(self, size_bytes: int) -> int:
-        """Return the address of memory for so many bytes that are copied."""
+    def _spare_of(self, size_bytes: int) -> Memfd:
+        """Return memory for so many bytes that are copied."""
         if self._spare is None or len(self._spare) < size_bytes:
             self._spare = map_new(max(size_bytes, 1 << 20))
-        return address_of(memoryview(self._spare))
+        memfd = find_memfd(address_of(memoryview(self._spare)))
+        assert memfd is not None
+        return memfd
 
 
 class _Process:
@@ -195,7 +196,7 @@ class _Process:
             [sys.executable, "-P", HELPER, *map(str, theirs)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=ENVIRONMENT | os.environ,
+            env=ENVIRONMENT | {key: os.environ[key] for key in os.environ if key[:4] not in OPENMP},
             pass_fds=theirs,
             process_group=0,  # a Ctrl-C is for the engine, which ends it
         )
@@ -232,14 +233,17 @@ class _Process:
         self.program.wait()
 
 
-def _joined(places: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return ranges, of which those that follow each other are one: Mooncake moves each alone."""
+def _joined(places: Sequence[tuple[Memfd, int, int]]) -> list[tuple[int, int, int]]:
+    """Return ranges as the process knows them: number of a memfd, offset, length.
+
+    Those that follow each other are one: Mooncake moves each alone.
+    """
     found: list[tuple[int, int, int]] = []
-    for number, start, length in places:
-        if found and (found[-1][0], sum(found[-1][1:])) == (number, start):
+    for (number, _, start, _), address, length in places:
+        if found and (found[-1][0], sum(found[-1][1:])) == (number, address - start):
             found[-1] = number, found[-1][1], found[-1][2] + length
         else:
-            found.append((number, start, length))
+            found.append((number, address - start, length))
     return found
 
 

@@ -9,12 +9,14 @@ tenth of a second. Each argument is the descriptor of a channel that carries one
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import mmap
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -23,8 +25,10 @@ from typing import Any, Final
 REGISTERED_BYTES: Final = 1 << 30
 """Of host memory that is registered at a time, when a slot in it is first used."""
 NICE: Final = 5
-"""A thread that calls the client polls until its bytes have moved; the threads that move them, and
-the engine's, go first."""
+"""A thread that writes polls until its bytes have moved; the threads that move them, and the
+engine's, go first."""
+PAUSE_S: Final = 0.0006
+FAILED: Final = -800
 NO_MASTER: Final = (-900, -901)
 """Codes of calls that the master does not answer."""
 
@@ -65,13 +69,21 @@ class Memory:
 class Helper:
     """The client and the memory it uses; its methods are the calls that come over channels."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, engine: Any) -> None:
         self._store = store
+        self._engine = engine
+        self._is_tcp = False
         self._memories: dict[int, Memory] = {}
 
-    def set_up(self, *arguments: Any) -> Any:
+    def set_up(self, here: str, metadata: str, *more: Any) -> Any:
         """Set the client up; return a code."""
-        return self._store.setup(*arguments)
+        *_, protocol, devices, _ = more
+        self._is_tcp = protocol == "tcp"
+        if not self._is_tcp:
+            return self._store.setup(here, metadata, *more)
+        os.environ["MC_FORCE_TCP"] = "1"  # else the engine takes the RDMA devices that it finds
+        code = self._engine.initialize(here, metadata, protocol, devices)
+        return code or self._store.setup(here, metadata, *more, self._engine.get_engine())
 
     def open(self, number: int, channel: Connection) -> None:
         """Map a memfd, whose descriptor comes next."""
@@ -91,8 +103,39 @@ class Helper:
         return codes
 
     def get(self, keys: Sequence[str], objects: Sequence[Ranges]) -> Any:
-        """See `Client.get`."""
-        return self._store.batch_get_into_multi_buffers(keys, *self.places(objects))
+        """See `Client.get`.
+
+        A client's own read polls on a core until all has come: over TCP its transfer engine is
+        asked for what is in memory, and looked at now and then.
+        """
+        addresses, lengths = self.places(objects)
+        replicas = self._store.batch_get_replica_desc(keys) if self._is_tcp else {}
+        reads, others = [], []
+        for index, key in enumerate(keys):
+            place = place_of(replicas.get(key, ()), sum(lengths[index]))
+            if place is None:
+                others.append(index)
+                continue
+            starts = itertools.accumulate(lengths[index], initial=place.buffer_address)
+            for address, start, length in zip(
+                addresses[index], starts, lengths[index], strict=False
+            ):
+                read = place.transport_endpoint, [address], [start], [length]
+                reads.append(self._engine.batch_transfer_async_read(*read))
+        codes = [FAILED] * len(keys)
+        if others:
+            rest = ([each[index] for index in others] for each in (keys, addresses, lengths))
+            found = self._store.batch_get_into_multi_buffers(*rest)
+            for index, code in zip(others, found, strict=True):
+                codes[index] = code
+        for read in reads:
+            while read and not (state := self._engine.transfer_check_status(read)):
+                time.sleep(PAUSE_S)
+            if not read or state < 0:
+                return codes  # the engine kills this process
+        for index in {*range(len(keys))}.difference(others):
+            codes[index] = sum(lengths[index])
+        return codes
 
     def put(
         self, keys: Sequence[str], objects: Sequence[Ranges], num_replicas: int, is_kept: object
@@ -126,6 +169,13 @@ class Helper:
         return addresses, lengths
 
 
+def place_of(replicas: Sequence[Any], size_bytes: int) -> Any:
+    """Return where an object of this size is in memory, if it is."""
+    in_memory = (each.get_memory_descriptor() for each in replicas if each.is_memory_replica())
+    places = (each.buffer_descriptor for each in in_memory)
+    return next((place for place in places if place.size == size_bytes), None)
+
+
 def serve(helper: Helper, channel: Connection) -> None:
     """Answer calls until the engine has ended or closed the channel."""
     while True:
@@ -133,7 +183,7 @@ def serve(helper: Helper, channel: Connection) -> None:
             verb, *arguments = json.loads(channel.recv_bytes())
             if verb == "open":
                 arguments.append(channel)
-            if verb in ("get", "put"):
+            if verb == "put":
                 os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread alone
             try:
                 answer = [getattr(helper, verb)(*arguments), ""]
@@ -146,9 +196,10 @@ def serve(helper: Helper, channel: Connection) -> None:
 
 def main(kind: type[Helper]) -> None:
     """Serve the channels that the arguments name."""
+    from mooncake.engine import TransferEngine
     from mooncake.store import MooncakeDistributedStore
 
-    helper = kind(MooncakeDistributedStore())
+    helper = kind(MooncakeDistributedStore(), TransferEngine())
     for descriptor in sys.argv[1:]:
         threading.Thread(target=serve, args=(helper, Connection(int(descriptor)))).start()
 

@@ -28,8 +28,10 @@ from safe_offload.tiers.store import Item, Store, pages
 from safe_offload.tiers.waiting import outlast
 
 CHUNK_OBJECTS: Final = 256
-CHUNK_BYTES: Final = 16 << 20
-"""Of one call to the store, about: what has not been begun when a batch is given up is left."""
+READ_BYTES: Final = 16 << 20
+WRITE_BYTES: Final = 32 << 20
+"""Of one call to the store, about: what has not been begun when a batch is given up is left. A
+write asks the master three times; a read is judged while the next one comes."""
 JOBS: Final = 3
 """Of a batch at a time: while two move bytes, one computes checksums."""
 MOVERS: Final = (NUM_FETCHES + NUM_SPILLS) * JOBS
@@ -83,10 +85,10 @@ class MooncakeStore(Store):
         return found
 
     async def get(self, batch: Batch) -> None:
-        await self._run(self._read, batch)
+        await self._run(self._read, READ_BYTES, batch)
 
     async def put(self, batch: Batch) -> None:
-        await self._run(self._write, batch)
+        await self._run(self._write, WRITE_BYTES, batch)
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
         codes = await self._ask(self._home.delete, keys)
@@ -122,8 +124,8 @@ class MooncakeStore(Store):
                 is_down=True,
             ) from error
 
-    async def _run(self, work: Work, batch: Batch) -> None:
-        jobs = [self._movers.submit(self._work_off, batch, work) for _ in range(JOBS)]
+    async def _run(self, work: Work, bytes_max: int, batch: Batch) -> None:
+        jobs = [self._movers.submit(self._work_off, work, bytes_max, batch) for _ in range(JOBS)]
         loop = asyncio.get_running_loop()
 
         def give_up() -> None:
@@ -146,11 +148,11 @@ class MooncakeStore(Store):
         self._mover.close()
         self._home.close()
 
-    def _work_off(self, batch: Batch, work: Work) -> None:
+    def _work_off(self, work: Work, bytes_max: int, batch: Batch) -> None:
         """Do objects of a batch, a chunk at a time, until none is left."""
         chunk: Sequence[int] = ()
         try:
-            while chunk := list(_chunk_of(batch)):
+            while chunk := list(_chunk_of(batch, bytes_max)):
                 work(batch, chunk)
         except OSError as error:
             if self._log.is_due(str(error)[:80]):
@@ -181,14 +183,15 @@ class MooncakeStore(Store):
 
     def _write(self, batch: Batch, chunk: Sequence[int]) -> None:
         self._home.delete([self.key_of(batch.names[i]) for i in chunk if batch.is_bad(i)])
-        there = self._home.has([self.key_of(batch.names[index]) for index in chunk])
+        keys = {index: self.key_of(batch.names[index]) for index in chunk}
+        there = self._home.has(list(keys.values()))
         absent = [index for index, is_there in zip(chunk, there, strict=True) if not is_there]
         batch.settle(set(chunk).difference(absent), Result.PRESENT)
         if not absent:
             return
         headers = [memoryview(bytearray(batch.header(index))) for index in absent]
         ranges = [(h, *batch.slots[i]) for h, i in zip(headers, absent, strict=True)]
-        codes = self._mover.put([self.key_of(batch.names[index]) for index in absent], ranges)
+        codes = self._mover.put([keys[index] for index in absent], ranges)
         for index, code in zip(absent, codes, strict=True):
             failed = Result.FULL if code == NO_ROOM else Result.FAILED
             batch.results[index] = Result.DONE if code == 0 else failed
@@ -246,11 +249,11 @@ class MooncakeStore(Store):
         return naming.description_key(bytes.fromhex(namespace)).decode()
 
 
-def _chunk_of(batch: Batch) -> Iterator[int]:
+def _chunk_of(batch: Batch, bytes_max: int) -> Iterator[int]:
     """Yield what one call moves of the objects that have not been begun."""
     size_bytes = 0
     for count, index in enumerate(batch.take_left(), start=1):
         yield index
         size_bytes += sum(buffer.nbytes for buffer in batch.slots[index])
-        if count == CHUNK_OBJECTS or size_bytes >= CHUNK_BYTES:
+        if count == CHUNK_OBJECTS or size_bytes >= bytes_max:
             return

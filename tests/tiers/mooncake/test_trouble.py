@@ -3,19 +3,22 @@
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.reduction import send_handle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
-from safe_offload.memfds import map_new
+from safe_offload.memfds import make_memfd, map_new
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
@@ -364,7 +367,115 @@ def test_ranges_are_cut_where_parts_of_a_memory_are_registered(monkeypatch):
 
 
 def test_sizes_are_not_asked_for_one_by_one_of_a_master_that_is_away():
-    assert helper.Helper(Registering()).sizes(["a", "b", "c"]) == [7, helper.NO_MASTER[0]]
+    calls = helper.Helper(Registering(), None)
+    assert calls.sizes(["a", "b", "c"]) == [7, helper.NO_MASTER[0]]
+
+
+class Remote:
+    """A store that has every object in one machine's memory, and a transfer engine.
+
+    `states`: of reads, as they are asked for.
+    """
+
+    def __init__(self, size_bytes, states=()):
+        self.calls = []
+        self._states = iter(states)
+        self.buffer_descriptor = SimpleNamespace(
+            size=size_bytes, buffer_address=1 << 40, transport_endpoint="there"
+        )
+
+    def initialize(self, *arguments):
+        self.calls.append("initialize")
+        return 0
+
+    def get_engine(self):
+        return self
+
+    def setup(self, *arguments):
+        return 0
+
+    def register_buffer(self, address, length):
+        return 0
+
+    def batch_get_replica_desc(self, keys):
+        return {key: [self] for key in keys if key != "absent"}
+
+    def is_memory_replica(self):
+        return True
+
+    def get_memory_descriptor(self):
+        return self
+
+    def batch_transfer_async_read(self, endpoint, here, there, lengths):
+        self.calls.append((endpoint, there[0] - (1 << 40), lengths[0]))
+        return next(self._states)
+
+    def transfer_check_status(self, read):
+        return read
+
+    def batch_get_into_multi_buffers(self, keys, addresses, lengths):
+        self.calls.append(list(keys))
+        return [-704 for _ in keys]
+
+
+def helper_of(remote, protocol):
+    """One whose client is set up, and that knows a memory, as number 0."""
+    calls = helper.Helper(remote, remote)
+    assert calls.set_up("here", "P2PHANDSHAKE", 0, 0, protocol, "", "master") == 0
+    ours, theirs = multiprocessing.Pipe()
+    descriptor = make_memfd(1 << 20)
+    send_handle(ours, descriptor, os.getpid())
+    os.close(descriptor)
+    calls.open(0, theirs)
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def any_transport(monkeypatch):
+    monkeypatch.setenv("MC_FORCE_TCP", "")
+
+
+def test_over_tcp_the_engine_reads_what_is_in_memory_and_the_client_the_rest():
+    remote = Remote(30, states=(1, 1))
+    found = helper_of(remote, "tcp").get(["a", "absent"], [[(0, 0, 10), (0, 50, 20)]] * 2)
+    assert found == [30, -704]
+    assert remote.calls == ["initialize", ("there", 0, 10), ("there", 10, 20), ["absent"]]
+    assert os.environ["MC_FORCE_TCP"] == "1"
+
+
+@pytest.mark.parametrize("states", [(1, -1), (1, 0), (1, -2)], ids=["failed", "refused", "late"])
+def test_no_object_of_a_call_is_there_if_one_read_fails(states):
+    """Others may still be under way, and end with the process."""
+    remote = Remote(10, states)
+    found = helper_of(remote, "tcp").get(["a", "b"], [[(0, 0, 10)], [(0, 10, 10)]])
+    assert found == [helper.FAILED] * 2
+    assert helper.FAILED not in client._HARMLESS
+
+
+def test_what_is_in_memory_with_another_length_is_left_to_the_client():
+    remote = Remote(11)
+    assert helper_of(remote, "tcp").get(["a"], [[(0, 0, 10)]]) == [-704]
+    assert remote.calls == ["initialize", ["a"]]
+
+
+def test_over_rdma_the_client_reads_all_by_itself():
+    remote = Remote(10)
+    assert helper_of(remote, "rdma").get(["a"], [[(0, 0, 10)]]) == [-704]
+    assert remote.calls == [["a"]]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+async def test_a_process_is_not_bound_to_the_cores_of_vllms_own_threads(config, monkeypatch):
+    """vLLM's CPU engine tells OpenMP so in the environment, and Mooncake has OpenMP too."""
+    cores = os.sched_getaffinity(0)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", str(min(cores)))
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    one = client.Client(settings.complete(config))
+    try:
+        process = await asyncio.to_thread(one.running)
+        assert os.sched_getaffinity(process.program.pid) == cores
+    finally:
+        one.close()
 
 
 class Registering:
