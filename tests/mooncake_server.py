@@ -24,7 +24,7 @@ from tests.valkey_server import LOCALHOST, free_port
 
 START_S = 300.0
 IS_UP = "the segment is up"
-_SEGMENT = """
+SEGMENT = """
 import signal, sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
@@ -96,11 +96,13 @@ class _Process:
 class Master(_Process):
     """A master; `with` starts and kills it.
 
-    `options`: more of its flags. `port`, `metrics_port`: of its calls and of its pages.
+    `address`: where it listens. `options`: more of its flags. `port`, `metrics_port`: of its calls
+    and of its pages.
     """
 
-    def __init__(self, folder: Path, **options: str) -> None:
+    def __init__(self, folder: Path, address: str = LOCALHOST, **options: str) -> None:
         super().__init__(folder, "master")
+        self._address = address
         self.port, self.metrics_port = free_port(), free_port()
         self._options = options
 
@@ -126,7 +128,7 @@ class Master(_Process):
         program = find_master()
         assert program is not None, "mooncake_master is not installed"
         flags = {
-            "rpc_address": LOCALHOST,
+            "rpc_address": self._address,
             "rpc_port": str(self.port),
             "metrics_port": str(self.metrics_port),
             **self._options,
@@ -161,7 +163,7 @@ class Segment(_Process):
     def start(self) -> None:
         """Start it; return when the master has it."""
         arguments = [self._master.address, str(self._size_bytes)]
-        command = [sys.executable, "-c", _SEGMENT, *arguments]
+        command = [sys.executable, "-c", SEGMENT, *arguments]
         process = self.launch(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         said = process.stdout.readline().strip()

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("one_memory", "two processes that page-lock and copy the same host memory"),
         ("layouts", "contiguous blocks: gain for copies, cost for the forward pass"),
         ("mooncake", "the Mooncake tier beside `mooncake.store` itself"),
+        ("mooncake_links", "a hit from Mooncake and one from Valkey over links, in turns"),
         ("pays", "which tier is faster than recomputing, by model and link"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")
