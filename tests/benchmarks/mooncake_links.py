@@ -1,8 +1,9 @@
 """A hit from Mooncake's machines beside one from a Valkey server, each behind a link of its own.
 
 One vLLM server writes prompts to both; two others, which have never seen them, read them in turns,
-each from one. Links are network namespaces and `tc`'s tbf, which need root. The first prompt of
-each is left out. Master and servers have no link.
+each from one. Links are network namespaces and `tc`'s tbf, which need root; what is behind them
+sends with cubic, Linux's default. The first prompt of each is left out. Master and servers have no
+link.
 """
 
 import argparse
@@ -42,6 +43,8 @@ def machine(number: int, rate: str) -> Iterator[tuple[list[str], str]]:
         ip(f"-n {name} link set eth0 up")
         ip(f"-n {name} link set lo up")
         ip(f"-n {name} route add default via {here}")
+        cubic = ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic"]
+        subprocess.run(["ip", "netns", "exec", name, *cubic], check=True)
         limit = f"qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 100ms"
         subprocess.run(["tc", "-n", name, *limit.split()], check=True)
         yield ["ip", "netns", "exec", name], there
