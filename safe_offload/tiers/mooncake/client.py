@@ -35,7 +35,7 @@ ANSWER_TIMEOUT_S: Final = 30.0
 """For which a call may take; its process is then killed."""
 ANSWER_BYTES_MAX: Final = 1 << 20
 OPENMP: Final = ("OMP_", "GOMP", "KMP_")
-"""With these variables vLLM's CPU engine binds OpenMP, which Mooncake has too, to cores."""
+"""With these variables the libgomp that vLLM's CPU engine preloads binds a process to cores."""
 HELPER: Final = helper.__file__
 
 # Codes of Mooncake's ErrorCode, mooncake-store/include/types.h.
