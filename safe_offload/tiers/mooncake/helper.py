@@ -25,8 +25,8 @@ from typing import Any, Final
 REGISTERED_BYTES: Final = 1 << 30
 """Of host memory that is registered at a time, when a slot in it is first used."""
 NICE: Final = 5
-"""A thread that writes polls until its bytes have moved; the threads that move them, and the
-engine's, go first."""
+"""A thread that calls the client polls until its bytes have moved; the threads that move them, and
+the engine's, go first."""
 PAUSE_S: Final = 0.0006
 FAILED: Final = -800
 NO_MASTER: Final = (-900, -901)
@@ -124,6 +124,7 @@ class Helper:
                 reads.append(self._engine.batch_transfer_async_read(*read))
         codes = [FAILED] * len(keys)
         if others:
+            step_back()
             rest = ([each[index] for index in others] for each in (keys, addresses, lengths))
             found = self._store.batch_get_into_multi_buffers(*rest)
             for index, code in zip(others, found, strict=True):
@@ -147,6 +148,7 @@ class Helper:
         how.replica_num = num_replicas
         if is_kept:
             how.soft_pin_action = SoftPinAction.ENABLE
+        step_back()
         return self._store.batch_put_from_multi_buffers(keys, *self.places(objects), how)
 
     def delete(self, keys: Sequence[str]) -> Any:
@@ -169,6 +171,11 @@ class Helper:
         return addresses, lengths
 
 
+def step_back() -> None:
+    """Let other threads go before this one."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread alone
+
+
 def place_of(replicas: Sequence[Any], size_bytes: int) -> Any:
     """Return where an object of this size is in memory, if it is."""
     in_memory = (each.get_memory_descriptor() for each in replicas if each.is_memory_replica())
@@ -183,8 +190,6 @@ def serve(helper: Helper, channel: Connection) -> None:
             verb, *arguments = json.loads(channel.recv_bytes())
             if verb == "open":
                 arguments.append(channel)
-            if verb == "put":
-                os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread alone
             try:
                 answer = [getattr(helper, verb)(*arguments), ""]
             except Exception as error:

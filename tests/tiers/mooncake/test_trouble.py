@@ -432,8 +432,12 @@ def helper_of(remote, protocol):
 
 
 @pytest.fixture(autouse=True)
-def any_transport(monkeypatch):
+def priorities(monkeypatch):
+    """What a helper in this process would have its thread's priority set to."""
     monkeypatch.setenv("MC_FORCE_TCP", "")
+    found = []
+    monkeypatch.setattr(os, "setpriority", lambda which, who, nice: found.append(nice))
+    return found
 
 
 def test_over_tcp_the_engine_reads_what_is_in_memory_and_the_client_the_rest():
@@ -459,10 +463,11 @@ def test_what_is_in_memory_with_another_length_is_left_to_the_client():
     assert remote.calls == ["initialize", ["a"]]
 
 
-def test_over_rdma_the_client_reads_all_by_itself():
+def test_over_rdma_the_client_reads_all_by_itself_and_lets_others_go_first(priorities):
     remote = Remote(10)
     assert helper_of(remote, "rdma").get(["a"], [[(0, 0, 10)]]) == [-704]
     assert remote.calls == [["a"]]
+    assert priorities == [helper.NICE]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
