@@ -184,6 +184,25 @@ async def test_slots_of_any_memory_come_back(config):
     assert [bytes_of(slot) for slot in targets] == [bytes_of(slot) for slot in sources]
 
 
+async def test_many_objects_of_many_layers_wait_for_a_busy_machine(own):
+    """Mooncake queues 1,024 ranges for a machine, and fails others within a second."""
+    master, segment = own
+    count, length = 64, 4096
+    memory = memoryview(map_new(count * count * length))
+    memory[:] = content = random.Random(1).randbytes(len(memory))
+    rows = [memory[at : at + length] for at in range(0, len(memory), length)]
+    slots = [tuple(rows[number::count]) for number in range(count)]  # each layer has an array
+    names = [name_of(number) for number in range(count)]
+    async with opened(TierConfig.at(master.url)) as tier:
+        await tier.probe(names)
+        segment.suspend()
+        asyncio.get_running_loop().call_later(2, segment.resume)
+        assert {*await tier.spill(names, slots)} == {Result.DONE}
+        memory[:] = bytes(len(memory))
+        assert {*await tier.fetch(names, slots)} == {Result.DONE}
+    assert memory == content
+
+
 async def test_what_was_in_the_memory_of_an_engine_that_has_gone_is_absent(own, tmp_path):
     master, segment = own
     async with opened(TierConfig.at(master.url)) as tier:
