@@ -1,4 +1,4 @@
-"""Threads that are all there before the first work comes, on cores that vLLM leaves idle."""
+"""Threads and processes on cores that vLLM leaves idle; threads before the first work comes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from safe_offload.errors import ConfigError
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+_OPENMP: Final = ("OMP_", "GOMP", "KMP_")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that runs on any core.
+
+    With OpenMP's variables the libgomp that vLLM's CPU engine preloads would bind it.
+    """
+    return {key: value for key, value in os.environ.items() if key[:4] not in _OPENMP}
 
 
 @contextlib.contextmanager

@@ -63,7 +63,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "worker": (
         "compat",
         "config",
+        "event_loop",
         "layout",
+        "memfds",
         "node",
         "observe",
         "protocol",
@@ -76,7 +78,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "worker/memory": ("config", "layout", "memfds", "observe", "protocol"),
     "worker/copies": ("config", "layout", "protocol", "threads", "worker/memory"),
-    "tiers": ("config", "memfds", "threads"),
+    "tiers": ("config", "event_loop", "memfds", "threads"),
     "tiers/namespace": ("compat", "config", "layout", "started"),
 }
 """What each folder imports beside itself and errors: see the folder's own first lines."""
@@ -558,6 +560,9 @@ MAY_LEAVE = {
     # and what they share and say.
     "tiers/mooncake/client.py": {"socket", "subprocess", "multiprocessing"},
     "tiers/mooncake/helper.py": {"multiprocessing"},
+    # A process that ends with ours (test_process_tier.py kills ours), and the connection to it.
+    "tiers/process/tier.py": {"socket", "subprocess"},
+    "tiers/process/child.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},
     # A pool is there to outlive its engines; `safe-offload cache` lists and removes it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 Buffers = tuple[memoryview, ...]
 """The byte ranges of one host slot, in the order of its segments; writable."""
@@ -100,15 +100,17 @@ class Tier(Protocol):
             OSError: it cannot be asked.
         """
 
-    async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
+    async def fetch(self, names: Sequence[Name], slots: Sequence[Any]) -> list[Result]:
         """Read objects into slots; what is not DONE may have left anything in its slot.
+
+        A slot is its buffers, or its number where the tier is in a process of its own.
 
         When this returns or raises, nothing writes to the slots any more. Cancelling it gives up
         the objects that have not been begun, and waits for the others if they cannot be given up:
         it then returns normally, and those given up are CANCELLED.
         """
 
-    async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
+    async def spill(self, names: Sequence[Name], slots: Sequence[Any]) -> list[Result]:
         """Write slots to objects, each whole or not at all; cancelled as `fetch` is.
 
         When this returns or raises, nothing reads the slots any more.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.base import Buffers, Name, Result, Tier
+from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.breaker import Breaker, BreakerState
 from safe_offload.tiers.naming import NAMESPACE_BYTES, NAMESPACES_MAX
 from safe_offload.tiers.waiting import outlast
@@ -178,9 +178,7 @@ class GuardedTier:
         self._note(Operation.PROBE, seconds, {"present": sum(found)})
         return found
 
-    async def fetch(
-        self, names: Sequence[Name], slots: Sequence[Buffers]
-    ) -> Sequence[Result] | None:
+    async def fetch(self, names: Sequence[Name], slots: Sequence[Any]) -> Sequence[Result] | None:
         """Call `Tier.fetch`, and return None if the circuit breaker is open.
 
         However often it is cancelled, nothing writes to the slots when it returns or raises. What
@@ -188,9 +186,7 @@ class GuardedTier:
         """
         return await self._move(Operation.FETCH, self.tier.fetch, names, slots)
 
-    async def spill(
-        self, names: Sequence[Name], slots: Sequence[Buffers]
-    ) -> Sequence[Result] | None:
+    async def spill(self, names: Sequence[Name], slots: Sequence[Any]) -> Sequence[Result] | None:
         """Call `Tier.spill` as `fetch` does `Tier.fetch`."""
         if not self.is_out_for_writing:
             await self._wait_to_write(len(names) * self._slot_bytes)
@@ -218,9 +214,9 @@ class GuardedTier:
     async def _move(
         self,
         operation: Operation,
-        call: Callable[[Sequence[Name], Sequence[Buffers]], Coroutine[Any, Any, list[Result]]],
+        call: Callable[[Sequence[Name], Sequence[Any]], Coroutine[Any, Any, list[Result]]],
         names: Sequence[Name],
-        slots: Sequence[Buffers],
+        slots: Sequence[Any],
     ) -> Sequence[Result] | None:
         lane, breaker = self._lanes[operation], self._breakers[operation]
         await lane.acquire()

@@ -26,6 +26,7 @@ from blake3 import blake3
 from safe_offload.config.files import read_file
 from safe_offload.config.printing import secret_file
 from safe_offload.errors import ConfigError
+from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.naming import HEADER_BYTES, SEALED_VERSION
@@ -232,6 +233,4 @@ def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """Return the threads of all seals of this process; raise ConfigError if there are none."""
-    from safe_offload.threads import start_threads  # not without torch
-
     return start_threads(_NUM_THREADS, "safe-offload-seal")

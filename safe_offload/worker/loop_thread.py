@@ -9,14 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-MakeEventLoop = Callable[[], asyncio.AbstractEventLoop]
-
-try:
-    import uvloop
-
-    new_event_loop: MakeEventLoop = uvloop.new_event_loop
-except ImportError:
-    new_event_loop = asyncio.new_event_loop
+from safe_offload.event_loop import MakeEventLoop, new_event_loop
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
-from safe_offload.config.tier_url import MOONCAKE
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError, StalledError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
+from safe_offload.memfds import find_memfd
 from safe_offload.node.pools import Wanted
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.namespace.namespace import NamespaceFacts
 from safe_offload.tiers.namespace.this_machine import name_here
+from safe_offload.tiers.process.tier import opener
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.threads import DirectionThreads
@@ -44,7 +45,7 @@ from safe_offload.worker.memory.shared_memory import (
 )
 from safe_offload.worker.pool import PoolMemory, open_pool
 from safe_offload.worker.self_test import IdleTiming, SelfTest
-from safe_offload.worker.tier_runner import HostSlots, TierRunner
+from safe_offload.worker.tier_runner import HostSlots, SlotNumbers, Slots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 
@@ -102,7 +103,8 @@ class Opening:
         is_child: vLLM has started this process for the worker.
         namespace_facts_of: from the geometry of blocks and the first of the ranks that hold the
             same; called only if there are tiers.
-        open_tier: makes a tier, and what names its objects.
+        open_tier: makes a tier, and what names its objects; None for one in a process of its own,
+            where that can map the slots.
         hash_bytes: the most that a block's hash has.
     """
 
@@ -114,7 +116,7 @@ class Opening:
     open_backend: OpenBackend = open_backend
     make_loop: Callable[[], Loop] = LoopThread
     namespace_facts_of: Callable[[Geometry, int], NamespaceFacts]
-    open_tier: OpenTier = open_tier
+    open_tier: OpenTier | None = None
     hash_bytes: int = 32
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
@@ -195,10 +197,15 @@ class Opening:
         if self.config.tiers:
             copy_rank = self.rank - self.rank % self.config.ranks_per_copy
             namespace_facts = self.namespace_facts_of(layout.geometry, copy_rank)
+            slots: Slots = HostSlots(host, layout, backend)
+            open_one = self.open_tier or open_tier
+            memfd = find_memfd(host.tensor.data_ptr()) if self.open_tier is None else None
+            if memfd is not None and memfd.start == host.tensor.data_ptr():
+                slots, open_one = SlotNumbers(backend), opener(memfd, layout)
             tiers = TierRunner(
                 self.rank,
-                self._open_tiers(layout.geometry, namespace_facts),
-                HostSlots(host, layout, backend),
+                self._open_tiers(layout.geometry, namespace_facts, open_one),
+                slots,
                 loop,
                 share=share,
                 verifier=verifier,
@@ -214,7 +221,9 @@ class Opening:
         )
         return transfers, tiers
 
-    def _open_tiers(self, geometry: Geometry, namespace_facts: NamespaceFacts) -> list[GuardedTier]:
+    def _open_tiers(
+        self, geometry: Geometry, namespace_facts: NamespaceFacts, open_one: OpenTier
+    ) -> list[GuardedTier]:
         """Make the tiers, each with a namespace that follows from all that its bytes mean."""
         guarded_tiers = []
         for config in self.config.tiers:
@@ -225,7 +234,7 @@ class Opening:
                 segment_bytes=config.segment_bytes
                 and config.segment_bytes // self.config.world_size,
             )
-            tier, namespace_of = self.open_tier(of_rank, geometry.slot_bytes, facts)
+            tier, namespace_of = open_one(of_rank, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
             guarded = GuardedTier(
                 tier,
@@ -265,8 +274,8 @@ class Opening:
                 config, share = dataclasses.replace(config, ranks_per_copy=1), ALONE
         layout = _lay_out(geometry, device, config)
         self._check_host_bytes(share, layout)
-        if any(tier.location.scheme == MOONCAKE for tier in config.tiers):
-            with contextlib.suppress(SharingError):  # then its bytes are copied once more
+        if config.tiers and self.open_tier is None:
+            with contextlib.suppress(SharingError):  # then tiers are in this process
                 return share, layout, HostMemory(map_alone(layout.size_bytes)), None
         return share, layout, HostMemory.allocate(layout.size_bytes), None
 

@@ -46,11 +46,28 @@ class Slots(Protocol):
     def num_usable_slots(self) -> int:
         """See `Backend.num_usable_slots`."""
 
-    def buffers(self, slot_id: int) -> Buffers:
-        """Return the bytes of a slot. Not called after `release`."""
+    def slot(self, slot_id: int) -> Any:
+        """Return a slot as its tiers take it. Not called after `release`."""
 
     def release(self) -> None:
         """Hold the memory no longer: it is about to be freed."""
+
+
+class SlotNumbers:
+    """See `Slots`: for tiers that map the memory themselves. A backend knows how many are ready."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def num_usable_slots(self) -> int:
+        return self._backend.num_usable_slots
+
+    def slot(self, slot_id: int) -> int:
+        return slot_id
+
+    def release(self) -> None:
+        pass
 
 
 class HostSlots:
@@ -65,7 +82,7 @@ class HostSlots:
     def num_usable_slots(self) -> int:
         return self._backend.num_usable_slots
 
-    def buffers(self, slot_id: int) -> Buffers:
+    def slot(self, slot_id: int) -> Buffers:
         memory = self._memory
         assert memory is not None
         return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
@@ -397,8 +414,8 @@ class TierRunner:
 
     def _named(
         self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
-    ) -> tuple[list[Name], list[Buffers]]:
-        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+    ) -> tuple[list[Name], list[Any]]:
+        slots = [self._slots.slot(pending.slot_ids[place]) for place in places]
         names = guarded.names(pending.keys_at(places), pending.generation)
         if marks := pending.marks:
             names = [replace(n, mark=marks[at]) for n, at in zip(names, places, strict=True)]

@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("link", "bandwidth of one large copy, by kind of page-locked memory"),
         ("one_memory", "two processes that page-lock and copy the same host memory"),
         ("layouts", "contiguous blocks: gain for copies, cost for the forward pass"),
+        ("gil", "what a tier takes of a thread that launches kernels, in its process and apart"),
         ("mooncake", "the Mooncake tier beside `mooncake.store` itself"),
         ("mooncake_links", "a hit from Mooncake and one from Valkey over links, in turns"),
         ("pays", "which tier is faster than recomputing, by model and link"),

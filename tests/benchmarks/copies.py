@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from safe_offload.commands.bench.report import Report, describe_machine, publish, table
+from safe_offload.event_loop import new_event_loop
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.lane import GpuCompletion
 from safe_offload.worker.copies.ranges import Runs
-from safe_offload.worker.loop_thread import new_event_loop
 from tests.benchmarks import transfer
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.transfer import (

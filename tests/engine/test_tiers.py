@@ -1,6 +1,8 @@
 """Real engines with a tier: restarts, engines side by side, machines, a tier that dies."""
 
+import os
 import shutil
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.engine.engines import (
     tier_at,
 )
 from tests.engine.http_server import HttpServer
+from tests.gpu.campaign import descendants
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
@@ -99,12 +102,14 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model, tmp_path):
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
 
 
-def make_server(model: Path, tier: Path, folder: Path) -> HttpServer:
+def make_server(
+    model: Path, tier: Path, folder: Path, num_slots: int = 500, **more: Any
+) -> HttpServer:
     return HttpServer(
         model,
         folder,
         num_blocks=50,
-        config=connector(500, tiers=[tier_at(tier)]),
+        config=connector(num_slots, tiers=[tier_at(tier, **more)]),
         arguments=("--prefix-caching-hash-algo", HASHES),
     )
 
@@ -155,3 +160,36 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
         assert first.is_healthy()
         for name in ("contained_errors", "transfer_failures", "checksum_mismatches"):
             assert first.count(name) == 0, name
+
+
+def tier_process(server: HttpServer) -> int:
+    """The process of the server's tier; 0 if there is none."""
+    for pid in descendants(server.group_id):
+        if b"tiers.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    return 0
+
+
+def test_a_tiers_process_that_is_killed_or_stopped_costs_hits_only(model, tmp_path):
+    """Host memory has no room for A, B, C, so that they are read from the tier in turns."""
+    waits = {"timeout_s": 1, "wait_s": 1}
+    server = make_server(model("llama"), tmp_path / "kv", tmp_path / "server", 50, **waits)
+    with server:
+        server.wait_until_healthy()
+        expected = ask(server)
+        wait_until_spilled(server)
+        for send in (signal.SIGKILL, signal.SIGSTOP):
+            pid = tier_process(server)
+            os.kill(pid, send)
+            assert ask(server) == expected
+            before = server.count("tier_read_objects")
+
+            def reads_again(before: float = before) -> bool:
+                assert ask(server) == expected
+                return server.count("tier_read_objects") > before
+
+            server.wait_for(reads_again, "reads from the tier")
+            assert tier_process(server) not in (0, pid)
+        for name in ("contained_errors", "transfer_failures", "checksum_mismatches"):
+            assert server.count(name) == 0, name
+        assert server.is_healthy()

@@ -47,7 +47,7 @@ class Place:
         self.device = Device(0, memory, DeviceOptions(), chance, self.clock)
         self.rank = RankTiers([self.store], self.device, chance)
         self.tier: SimTier = self.rank.tiers[0]
-        self.slots = [SimSlots(self.device).buffers(slot_id) for slot_id in range(NUM_SLOTS)]
+        self.slots = [SimSlots(self.device).slot(slot_id) for slot_id in range(NUM_SLOTS)]
         self.fill()
 
     def fill(self) -> None:

@@ -161,7 +161,7 @@ class SimSlots:
     def num_usable_slots(self) -> int:
         return self._device.num_usable_slots
 
-    def buffers(self, slot_id: int) -> Buffers:
+    def slot(self, slot_id: int) -> Buffers:
         assert not self._is_released
         return cast("Buffers", (SlotView(self._device, slot_id),))
 

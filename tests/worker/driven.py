@@ -3,10 +3,10 @@
 import threading
 from typing import Any
 
+from safe_offload.event_loop import MakeEventLoop, new_event_loop
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.copies.base import Backend, Direction
 from safe_offload.worker.copies.threads import DirectionThreads
-from safe_offload.worker.loop_thread import MakeEventLoop, new_event_loop
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 from tests.worker.fake_backend import PATIENCE_S, FakeBackend, transfer

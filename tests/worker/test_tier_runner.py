@@ -52,7 +52,7 @@ class Memory:
         self.bytes = bytearray(NUM_SLOTS * SLOT_BYTES)
         self.is_released = False
 
-    def buffers(self, slot_id: int) -> Buffers:
+    def slot(self, slot_id: int) -> Buffers:
         assert not self.is_released
         at = slot_id * SLOT_BYTES
         view = memoryview(self.bytes)

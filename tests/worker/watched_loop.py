@@ -9,7 +9,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from safe_offload.worker.loop_thread import LoopThread, Main, MakeEventLoop, new_event_loop
+from safe_offload.event_loop import MakeEventLoop, new_event_loop
+from safe_offload.worker.loop_thread import LoopThread, Main
 from tests.worker.waiting import PATIENCE_S
 
 

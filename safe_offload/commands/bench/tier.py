@@ -43,11 +43,11 @@ from safe_offload.config.tier_url import FILE, MOONCAKE, SERVERS
 from safe_offload.config.tiers import TIER_SETTINGS, TierConfig
 from safe_offload.config.units import GIB, MIB, format_bytes
 from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.event_loop import new_event_loop
 from safe_offload.memfds import map_new
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import HEADER_BYTES
-from safe_offload.worker.loop_thread import new_event_loop
 
 T = TypeVar("T")
 SIZE_BYTES_MAX: Final = 64 * GIB

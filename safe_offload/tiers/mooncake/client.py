@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.memfds import Memfd, address_of, find_memfd, map_new
+from safe_offload.threads import environment
 from safe_offload.tiers.base import Buffers
 from safe_offload.tiers.mooncake import helper
 from safe_offload.tiers.mooncake.settings import ENVIRONMENT
@@ -34,8 +35,6 @@ CONNECT_TIMEOUT_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 30.0
 """For which a call may take; its process is then killed."""
 ANSWER_BYTES_MAX: Final = 1 << 20
-OPENMP: Final = ("OMP_", "GOMP", "KMP_")
-"""With these variables the libgomp that vLLM's CPU engine preloads binds a process to cores."""
 HELPER: Final = helper.__file__
 
 # Codes of Mooncake's ErrorCode, mooncake-store/include/types.h.
@@ -196,7 +195,7 @@ class _Process:
             [sys.executable, "-P", HELPER, *map(str, theirs)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=ENVIRONMENT | {key: os.environ[key] for key in os.environ if key[:4] not in OPENMP},
+            env=ENVIRONMENT | environment(),
             pass_fds=theirs,
             process_group=0,  # a Ctrl-C is for the engine, which ends it
         )

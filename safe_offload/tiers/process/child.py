@@ -1,0 +1,174 @@
+"""The process of a tier, for `ProcessTier`.
+
+Over one connection come calls, in pickles, as only the engine writes to it, and go answers and log
+lines, in JSON, as the engine must not trust what has read from a network. Each has four bytes of
+length before it. When the connection ends, this process does at once: the slots are the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.errors import ConfigError
+from safe_offload.event_loop import new_event_loop
+from safe_offload.memfds import map_memfd
+from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.choice import open_store
+from safe_offload.tiers.seal import Seal
+from safe_offload.tiers.tier import SealedTier
+
+LENGTH_BYTES: Final = 4
+CODES: Final = {result: code for code, result in enumerate(Result)}
+LOOK_S: Final = 1.0
+
+
+class Layout(Protocol):
+    """Where the bytes of slots lie: `HostLayout`."""
+
+    def ranges_of(self, slot: int) -> tuple[tuple[int, int], ...]:
+        """See `HostLayout.ranges_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a process is told first."""
+
+    config: TierConfig
+    slot_bytes: int
+    seal: Seal
+    layout: Layout
+    log_level: int
+
+
+async def read(reader: asyncio.StreamReader) -> bytes:
+    """Return the next message; asyncio.IncompleteReadError at the end."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    return await reader.readexactly(length)
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message as it is written."""
+    return len(message).to_bytes(LENGTH_BYTES, "big") + message
+
+
+class _Child:
+    def __init__(self, memory_descriptor: int) -> None:
+        self._memory = memoryview(map_memfd(memory_descriptor))
+        os.close(memory_descriptor)
+        self._facts: dict[str, str] = {}
+        self._told = -1, 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, descriptor: int) -> None:
+        connection = socket.socket(fileno=descriptor)
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            self._set_up(pickle.loads(await read(reader)))
+            self._send("ready")
+        except ConfigError as error:
+            self._send("refused", str(error))
+            await self._writer.drain()
+            return
+        looking = asyncio.ensure_future(self._look_around())
+        try:
+            while True:
+                self._take(*pickle.loads(await read(reader)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            looking.cancel()
+            os.kill(os.getpid(), signal.SIGKILL)  # whatever its threads do
+
+    def _set_up(self, setup: Setup) -> None:
+        logger = logging.getLogger("vllm")
+        logger.setLevel(setup.log_level)
+        logger.addHandler(_Forward(asyncio.get_running_loop(), self._send))
+        self._layout = setup.layout
+        self._tier = SealedTier(open_store(setup.config, setup.slot_bytes), self._facts, setup.seal)
+
+    def _take(self, verb: str, number: int, *arguments: Any) -> None:
+        if verb == "cancel":
+            if (task := self._tasks.get(number)) is not None:
+                task.cancel()
+            return
+        task = self._tasks[number] = asyncio.ensure_future(self._answer(verb, number, *arguments))
+        task.add_done_callback(lambda _: self._tasks.pop(number))
+
+    async def _answer(
+        self,
+        verb: str,
+        number: int,
+        names: Sequence[tuple[bytes, int, bytes, int]] = (),
+        slot_ids: Sequence[int] = (),
+        facts: dict[str, str] | None = None,
+    ) -> None:
+        if facts is not None:
+            self._facts |= facts
+        try:
+            if verb == "close":
+                await self._tier.close()
+                self._send("done", number, [])
+                return
+            named = [Name(*name) for name in names]
+            if verb == "probe":
+                found: list[int] = list(map(int, await self._tier.probe(named)))
+            else:
+                slots = [self._buffers(slot_id) for slot_id in slot_ids]
+                move = self._tier.fetch if verb == "fetch" else self._tier.spill
+                found = [CODES[result] for result in await move(named, slots)]
+        except (Exception, asyncio.CancelledError) as error:  # a probe may be cancelled
+            self._send("failed", number, f"{type(error).__name__}: {error}")
+        else:
+            self._tell()
+            self._send("done", number, found)
+
+    def _buffers(self, slot_id: int) -> tuple[memoryview, ...]:
+        ranges = self._layout.ranges_of(slot_id)
+        return tuple(self._memory[at : at + length] for at, length in ranges)
+
+    async def _look_around(self) -> None:
+        """Tell what the tier holds when that changes without a call, and end with the engine.
+
+        Another child of the engine's may have the other end of the connection, too.
+        """
+        engine = os.getppid()
+        while os.getppid() == engine:
+            await asyncio.sleep(LOOK_S)
+            self._tell()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _tell(self) -> None:
+        holds = self._tier.used_bytes, self._tier.num_evicted
+        if holds != self._told:
+            self._told = holds
+            self._send("holds", *holds)
+
+    def _send(self, *message: object) -> None:
+        self._writer.write(framed(json.dumps(message).encode()))
+
+
+class _Forward(logging.Handler):
+    """Gives log lines to the engine; any thread may write them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Any) -> None:
+        super().__init__()
+        self._loop = loop
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = "log", record.name, record.levelno, self.format(record)
+        self._loop.call_soon_threadsafe(self._send, *line)
+
+
+def main(descriptor: int, memory_descriptor: int) -> None:
+    """Serve an engine until it closes its end of a connection."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_Child(memory_descriptor).serve(descriptor))
