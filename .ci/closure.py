@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -127,8 +129,16 @@ def resolve(chosen: list[str], arguments: list[str]) -> dict[str, int]:
 
 
 def _num_bytes(url: str) -> int:
-    with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as answer:
-        return int(answer.headers["Content-Length"])
+    request = urllib.request.Request(url, method="HEAD")
+    for pause_s in (1, 4, 16, 0):  # a resolver that is asked much at once refuses now and then
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return int(answer.headers["Content-Length"])
+        except urllib.error.URLError:
+            if not pause_s:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError
 
 
 if __name__ == "__main__":
