@@ -167,13 +167,20 @@ async def test_a_process_that_holds_on_to_slots_is_killed(slots, tmp_path, monke
     monkeypatch.setattr(process_tier, "KILL_S", 0.2)
     async with opened(slots, directory(tmp_path / "tier")) as tier:
         await tier.spill(names(), range(NUM_SLOTS))
-        stopping.stop(process_of(tier))
+        process = process_of(tier)
+        stopping.stop(process)
         asking = asyncio.ensure_future(tier.fetch(names(), range(NUM_SLOTS)))
         await asyncio.sleep(0.05)
         for _ in range(3):
             asking.cancel()
             await asyncio.sleep(0)
         assert not asking.done()
+        try:
+            await asyncio.wait({asking}, timeout=PATIENCE_S)
+            assert asking.done()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         with pytest.raises(OSError, match="its process has ended"):
             await asking
         assert "does not respond" in caplog.text
