@@ -25,6 +25,14 @@ def go_on(*pids: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _has_stopped(pid: int) -> bool:
     """Whether all threads have stopped, or have ended."""
     return all(state in "TtZX" for state in _thread_states(pid))

@@ -12,6 +12,7 @@ from safe_offload.config.tiers import TierConfig
 
 if TYPE_CHECKING:
     from safe_offload.tiers.base import Tier
+    from safe_offload.tiers.seal import Seal
     from safe_offload.tiers.store import Store
 
 Facts = MutableMapping[str, str]
@@ -31,8 +32,15 @@ def open_store(config: TierConfig, slot_bytes: int = 0) -> Store:
     return store
 
 
+def make_tier(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> Tier:
+    """Return a tier of this process."""
+    from safe_offload.tiers.tier import SealedTier
+
+    return SealedTier(open_store(config, slot_bytes), facts, seal)
+
+
 def open_tier(
-    config: TierConfig, slot_bytes: int, facts: Facts
+    config: TierConfig, slot_bytes: int, facts: Facts, make: MakeTier = make_tier
 ) -> tuple[Tier, Callable[[str], bytes]]:
     """Return the tier of a place, and what makes a namespace of the generation of a message.
 
@@ -40,12 +48,11 @@ def open_tier(
     """
     from safe_offload.tiers.naming import namespace
     from safe_offload.tiers.seal import open_seal
-    from safe_offload.tiers.tier import SealedTier
 
     seal = open_seal(config.hmac_key_file)
     facts = ChainMap(dict(seal.facts), facts)
-    store = open_store(config, slot_bytes)
-    return SealedTier(store, facts, seal), lambda generation: namespace(facts, generation)
+    return make(config, slot_bytes, facts, seal), lambda generation: namespace(facts, generation)
 
 
+MakeTier = Callable[[TierConfig, int, Facts, "Seal"], "Tier"]
 OpenTier = Callable[[TierConfig, int, Facts], "tuple[Tier, Callable[[str], bytes]]"]

@@ -367,10 +367,10 @@ def tiers_here() -> Iterator[tuple[dict[str, dict[str, Any]], dict[str, str]]]:
         root = Path(on.enter_context(tempfile.TemporaryDirectory(prefix="safe-offload-tiers-")))
         urls = {"directory": f"file://{root / 'tier'}"}
         if "Valkey" not in absent:
-            from tests.valkey_server import LOCALHOST, Server
+            from tests.valkey_server import Server
 
             server = on.enter_context(Server(root / "valkey"))
-            urls["Valkey"] = f"redis://{LOCALHOST}:{server.port}"
+            urls["Valkey"] = f"redis://{server.host_port}"
         if "Mooncake" not in absent:
             from tests.mooncake_server import Master, Segment
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -15,7 +16,6 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,10 +25,9 @@ from safe_offload.errors import ConfigError
 from safe_offload.memfds import Memfd
 from safe_offload.threads import environment
 from safe_offload.tiers.base import Name, Result
-from safe_offload.tiers.choice import Facts, OpenTier
-from safe_offload.tiers.naming import namespace
+from safe_offload.tiers.choice import Facts, OpenTier, open_tier
 from safe_offload.tiers.process.child import LENGTH_BYTES, Layout, Setup, framed, read
-from safe_offload.tiers.seal import open_seal
+from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -217,7 +216,7 @@ class Process:
             ) from error
         if said != "ready":
             self.program.wait()
-            raise errors.ConfigError(why[0])
+            raise errors.ConfigError(why[0])  # as it was raised there, with its fix
 
     async def connect(self, take: Callable[..., None]) -> None:
         """Listen to it, from the first time on."""
@@ -256,12 +255,17 @@ class Process:
 
     async def ended(self) -> None:
         """Return when it has ended and been listened to."""
-        while self.program.poll() is None:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(POLL_S)
+        await self._reap()
         if self._listening is None:
             self.socket.close()
         else:
             await asyncio.wait([self._listening])
+
+    async def _reap(self) -> int:
+        """Return its exit status when it has ended."""
+        while (status := self.program.poll()) is None:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(POLL_S)
+        return status
 
     def _send(self, *call: object) -> None:
         assert self._writer is not None
@@ -281,8 +285,7 @@ class Process:
             logger.exception("The process of a tier says what it should not, and is killed")
         finally:
             self.program.kill()
-            while (status := self.program.poll()) is None:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
+            status = await self._reap()
             if self._writer is not None:
                 self._writer.close()
             if self._answers:
@@ -303,16 +306,11 @@ class Process:
 def opener(memory: Memfd, layout: Layout) -> OpenTier:
     """Return what opens tiers as `open_tier` does, in processes that map the slots."""
 
-    def open_apart(
-        config: TierConfig, slot_bytes: int, facts: Facts
-    ) -> tuple[ProcessTier, Callable[[str], bytes]]:
-        seal = open_seal(config.hmac_key_file)
-        facts = ChainMap(dict(seal.facts), facts)
+    def make(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> ProcessTier:
         level = logging.getLogger("vllm").getEffectiveLevel()
-        tier = ProcessTier(Setup(config, slot_bytes, seal, layout, level), facts, memory)
-        return tier, lambda generation: namespace(facts, generation)
+        return ProcessTier(Setup(config, slot_bytes, seal, layout, level), facts, memory)
 
-    return open_apart
+    return functools.partial(open_tier, make=make)
 
 
 def _all(file: Any, length: int) -> bytes:

@@ -26,6 +26,7 @@ from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.mooncake import client, helper, settings
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import Seal
+from tests import stopping
 from tests.mooncake_server import Master, Segment, mooncake_tier
 from tests.tiers.contract import (
     BAD,
@@ -159,16 +160,8 @@ def test_the_process_of_an_engine_that_is_killed_ends(own):
         assert len(children) == 1
         engine.kill()
     deadline_s = time.monotonic() + PATIENCE_S
-    while is_running(children[0]):
+    while stopping.is_running(int(children[0])):
         assert time.monotonic() < deadline_s
-
-
-def is_running(pid: str) -> bool:
-    """Whether there is such a process, and it has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_slots_of_any_memory_come_back(config):

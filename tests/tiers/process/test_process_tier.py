@@ -198,7 +198,7 @@ async def test_a_process_that_answers_no_probe_is_killed(slots, tmp_path, monkey
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await wait_until(lambda: not is_running(before))
+        await wait_until(lambda: not stopping.is_running(before))
         assert await tier.probe(names()) == [False] * NUM_SLOTS
 
 
@@ -286,7 +286,7 @@ def test_the_process_ends_with_its_engine_whoever_has_the_connection_too(tmp_pat
         pid, other = map(int, engine.stdout.readline().split())
         engine.kill()
     try:
-        asyncio.run(wait_until(lambda: not is_running(pid)))
+        asyncio.run(wait_until(lambda: not stopping.is_running(pid)))
     finally:
         os.kill(other, signal.SIGKILL)
 
@@ -294,11 +294,3 @@ def test_the_process_ends_with_its_engine_whoever_has_the_connection_too(tmp_pat
 def process_of(tier: ProcessTier) -> int:
     pid: int = tier.process.program.pid
     return pid
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
