@@ -26,11 +26,8 @@ def go_on(*pids: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    """Whether there is such a process, and not all of its threads have ended."""
+    return any(state not in "ZX" for state in _thread_states(pid))
 
 
 def _has_stopped(pid: int) -> bool:

@@ -108,10 +108,10 @@ class ProcessTier:
             return
         self._is_closed = True
         try:
-            if self.process.program.poll() is None:
+            if not self.process.is_over():
                 await (await self._connected()).ask("close")
         finally:
-            self.process.program.kill()
+            self.process.kill()
             await self.process.ended()
 
     async def _move(self, verb: str, names: Sequence[Name], slots: Sequence[int]) -> list[Result]:
@@ -136,7 +136,7 @@ class ProcessTier:
                     "device or mount; it is started again.",
                     self.label,
                 )
-                process.program.kill()
+                process.kill()
 
         process.give_up(answer)
         asyncio.get_running_loop().call_later(KILL_S, end)
@@ -147,7 +147,7 @@ class ProcessTier:
 
     async def _connect(self) -> Process:
         async with self._connecting:
-            if self.process.program.poll() is not None:
+            if self.process.is_over():
                 await self.process.ended()
                 self._num_evicted_before = self.num_evicted
                 self.process = self._start()
@@ -199,6 +199,7 @@ class Process:
         self._facts: dict[str, str] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._is_killed = False
 
     def wait_until_ready(self, label: str) -> None:
         """Return when it has opened its tier; raise ConfigError if it does not."""
@@ -253,6 +254,15 @@ class Process:
             if other is answer:
                 self._send("cancel", number)
 
+    def kill(self) -> None:
+        """Let the kernel end it, which takes as long as it has memory to unmap."""
+        self._is_killed = True
+        self.program.kill()
+
+    def is_over(self) -> bool:
+        """Whether it answers no further call."""
+        return self._is_killed or self.program.poll() is not None
+
     async def ended(self) -> None:
         """Return when it has ended and been listened to."""
         await self._reap()
@@ -284,7 +294,7 @@ class Process:
         except Exception:
             logger.exception("The process of a tier says what it should not, and is killed")
         finally:
-            self.program.kill()
+            self.kill()
             status = await self._reap()
             if self._writer is not None:
                 self._writer.close()
