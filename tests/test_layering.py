@@ -65,7 +65,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "config",
         "event_loop",
         "layout",
-        "memfds",
+        "mapped_files",
         "node",
         "observe",
         "protocol",
@@ -76,9 +76,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "worker/copies",
         "worker/memory",
     ),
-    "worker/memory": ("config", "layout", "memfds", "observe", "protocol"),
+    "worker/memory": ("config", "layout", "mapped_files", "observe", "protocol"),
     "worker/copies": ("config", "layout", "protocol", "threads", "worker/memory"),
-    "tiers": ("config", "event_loop", "memfds", "threads"),
+    "tiers": ("config", "event_loop", "mapped_files", "threads"),
     "tiers/namespace": ("compat", "config", "layout", "started"),
 }
 """What each folder imports beside itself and errors: see the folder's own first lines."""
@@ -549,7 +549,7 @@ MAY_LEAVE = {
     # Memory without a name, and a socket without a file: the kernel has both as long as a process
     # has them (test_shared_memory.py kills one). Of multiprocessing the key is read.
     "worker/memory/shared_memory.py": {"socket", "multiprocessing"},
-    "memfds.py": {"memfd_create"},
+    "mapped_files.py": {"memfd_create"},
     # The port of metrics, open as long as the process lives.
     "observe/page_server.py": {"socket"},
     # A look whether a port is free.

@@ -16,7 +16,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError, StalledError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
-from safe_offload.memfds import find_memfd
+from safe_offload.mapped_files import find_file
 from safe_offload.node.pools import Wanted
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
@@ -199,9 +199,9 @@ class Opening:
             namespace_facts = self.namespace_facts_of(layout.geometry, copy_rank)
             slots: Slots = HostSlots(host, layout, backend)
             open_one = self.open_tier or open_tier
-            memfd = find_memfd(host.tensor.data_ptr()) if self.open_tier is None else None
-            if memfd is not None and memfd.start == host.tensor.data_ptr():
-                slots, open_one = SlotNumbers(backend), opener(memfd, layout)
+            file = find_file(host.tensor.data_ptr()) if self.open_tier is None else None
+            if file is not None and file.start == host.tensor.data_ptr():
+                slots, open_one = SlotNumbers(backend), opener(file, layout)
             tiers = TierRunner(
                 self.rank,
                 self._open_tiers(layout.geometry, namespace_facts, open_one),

@@ -23,7 +23,7 @@ from typing import Any
 from safe_offload.commands.bench.report import table
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import Geometry, HostLayout, Segment
-from safe_offload.memfds import address_of, find_memfd, map_new
+from safe_offload.mapped_files import address_of, find_file, map_new
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.process.tier import opener
@@ -70,7 +70,7 @@ def measure(url: str, options: argparse.Namespace) -> list[tuple[str, ...]]:
     memory = map_new(layout.size_bytes)
     memory[:] = os.urandom(options.object_bytes) * count
     view = memoryview(memory)
-    memfd = find_memfd(address_of(view))
+    memfd = find_file(address_of(view))
     assert memfd is not None
     buffers = [tuple(view[at : at + n] for at, n in layout.ranges_of(s)) for s in range(count)]
     ways = {"engine's": (open_tier, buffers), "its own": (opener(memfd, layout), range(count))}

@@ -19,7 +19,7 @@ from typing import Any
 
 from safe_offload.commands.bench.report import table
 from safe_offload.config.tiers import TierConfig
-from safe_offload.memfds import address_of, map_new
+from safe_offload.mapped_files import address_of, map_new
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from tests.mooncake_server import Master, Segment, mooncake_tier, open_client

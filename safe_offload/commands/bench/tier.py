@@ -44,7 +44,7 @@ from safe_offload.config.tiers import TIER_SETTINGS, TierConfig
 from safe_offload.config.units import GIB, MIB, format_bytes
 from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.event_loop import new_event_loop
-from safe_offload.memfds import map_new
+from safe_offload.mapped_files import map_new
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import HEADER_BYTES

@@ -1,7 +1,7 @@
 """The store of a Mooncake master, through a process that can be killed (`helper.py`).
 
-Bytes move between the store and host memory directly where that memory is a memfd, which the
-process maps too; others are copied through a memfd of the call's own. The files of `"share":
+Bytes move between the store and host memory directly where that is a `MappedFile`, which the
+process maps too; others are copied through one of the call's own. The files of `"share":
 "node"` are copied: a process that outlives its engine for a moment must not write to them.
 """
 
@@ -25,7 +25,7 @@ from multiprocessing.reduction import send_handle
 from typing import Any, Final
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.memfds import Memfd, address_of, find_memfd, map_new
+from safe_offload.mapped_files import MappedFile, address_of, find_file, map_new
 from safe_offload.threads import environment
 from safe_offload.tiers.base import Buffers
 from safe_offload.tiers.mooncake import helper
@@ -125,7 +125,7 @@ class Client:
 
 
 class _Channel:
-    """A connection to the process, and a memfd for bytes that are copied."""
+    """A connection to the process, and memory for bytes that are copied."""
 
     def __init__(self, process: _Process, connection: Connection) -> None:
         self._process = process
@@ -150,18 +150,18 @@ class _Channel:
     def move(
         self, verb: str, keys: Sequence[str], slots: Sequence[Buffers], *more: object
     ) -> list[int]:
-        """Get or put objects; bytes that are in no memfd are copied."""
+        """Get or put objects; bytes that are in no such file are copied."""
         buffers = [[(address_of(each), each.nbytes) for each in slot if each] for slot in slots]
-        found = {at: find_memfd(at[0]) for slot in buffers for at in slot}
-        copied = [at for at, memfd in found.items() if memfd is None]
+        found = {at: find_file(at[0]) for slot in buffers for at in slot}
+        copied = [at for at, file in found.items() if file is None]
         spare = self._spare_of(sum(length for _, length in copied))
         ends = itertools.accumulate((length for _, length in copied), initial=spare.start)
         copies = dict(zip(copied, ends, strict=False))  # to where they are copied
-        memfds = {at: memfd or spare for at, memfd in found.items()}
-        for memfd in {*memfds.values()}:
-            self._process.open(memfd, self)
+        files = {at: file or spare for at, file in found.items()}
+        for file in {*files.values()}:
+            self._process.open(file, self)
         objects = [
-            _joined([(memfds[at], copies.get(at, at[0]), at[1]) for at in slot]) for slot in buffers
+            _joined([(files[at], copies.get(at, at[0]), at[1]) for at in slot]) for slot in buffers
         ]
         for (address, length), copy in copies.items() if verb == "put" else ():
             ctypes.memmove(copy, address, length)
@@ -172,13 +172,13 @@ class _Channel:
             ctypes.memmove(address, copy, length)
         return codes
 
-    def _spare_of(self, size_bytes: int) -> Memfd:
+    def _spare_of(self, size_bytes: int) -> MappedFile:
         """Return memory for so many bytes that are copied."""
         if self._spare is None or len(self._spare) < size_bytes:
             self._spare = map_new(max(size_bytes, 1 << 20))
-        memfd = find_memfd(address_of(memoryview(self._spare)))
-        assert memfd is not None
-        return memfd
+        file = find_file(address_of(memoryview(self._spare)))
+        assert file is not None
+        return file
 
 
 class _Process:
@@ -219,12 +219,12 @@ class _Process:
         finally:
             self._channels.put(channel)
 
-    def open(self, memfd: Memfd, channel: _Channel) -> None:
-        """Let the process map a memfd, once."""
+    def open(self, file: MappedFile, channel: _Channel) -> None:
+        """Let the process map a file, once."""
         with self._opening:
-            if memfd.number not in self._opened:
-                channel.call("open", memfd.number, descriptor=memfd.descriptor)
-                self._opened.add(memfd.number)
+            if file.number not in self._opened:
+                channel.call("open", file.number, descriptor=file.descriptor)
+                self._opened.add(file.number)
 
     def end(self) -> None:
         """Kill it, and return when it has ended: it touches no memory any more."""
@@ -232,8 +232,8 @@ class _Process:
         self.program.wait()
 
 
-def _joined(places: Sequence[tuple[Memfd, int, int]]) -> list[tuple[int, int, int]]:
-    """Return ranges as the process knows them: number of a memfd, offset, length.
+def _joined(places: Sequence[tuple[MappedFile, int, int]]) -> list[tuple[int, int, int]]:
+    """Return ranges as the process knows them: number of a file, offset, length.
 
     Those that follow each other are one: Mooncake moves each alone.
     """

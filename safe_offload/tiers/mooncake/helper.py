@@ -37,7 +37,7 @@ Ranges = Sequence[tuple[int, int, int]]
 
 
 class Memory:
-    """A memfd of the engine, mapped and, as far as it was used, registered."""
+    """A file of the engine, mapped and, as far as it was used, registered."""
 
     def __init__(self, descriptor: int) -> None:
         self._mapping = mmap.mmap(descriptor, 0)
@@ -86,7 +86,7 @@ class Helper:
         return code or self._store.setup(here, metadata, *more, self._engine.get_engine())
 
     def open(self, number: int, channel: Connection) -> None:
-        """Map a memfd, whose descriptor comes next."""
+        """Map a file, whose descriptor comes next."""
         self._memories[number] = Memory(recv_handle(channel))
 
     def has(self, keys: Sequence[str]) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.event_loop import new_event_loop
-from safe_offload.memfds import map_memfd
+from safe_offload.mapped_files import map_file
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import Seal
@@ -63,7 +63,7 @@ def framed(message: bytes) -> bytes:
 
 class _Child:
     def __init__(self, memory_descriptor: int) -> None:
-        self._memory = memoryview(map_memfd(memory_descriptor))
+        self._memory = memoryview(map_file(memory_descriptor))
         os.close(memory_descriptor)
         self._facts: dict[str, str] = {}
         self._told = -1, 0

@@ -1,7 +1,7 @@
 """A tier whose Python, a tenth of a millisecond or more for each object, runs in another process.
 
 In the engine's it would hold the GIL while the engine's thread gives kernels to the GPU. What goes
-over are names and numbers of slots: the process maps the slots' memfd.
+over are names and numbers of slots: the process maps the slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 from safe_offload import errors
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
-from safe_offload.memfds import Memfd
+from safe_offload.mapped_files import MappedFile
 from safe_offload.threads import environment
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
@@ -60,7 +60,7 @@ class ProcessTier:
         ConfigError: as `open_store`, or the process does not start.
     """
 
-    def __init__(self, setup: Setup, facts: Mapping[str, str], memory: Memfd) -> None:
+    def __init__(self, setup: Setup, facts: Mapping[str, str], memory: MappedFile) -> None:
         self.label = setup.config.location.label
         self.used_bytes = -1
         self.num_evicted = 0
@@ -174,7 +174,7 @@ class ProcessTier:
 class Process:
     """The process of a tier and the connection to it."""
 
-    def __init__(self, setup: bytes, memory: Memfd) -> None:
+    def __init__(self, setup: bytes, memory: MappedFile) -> None:
         ours, theirs = socket.socketpair()
         self.socket = ours
         descriptors = theirs.fileno(), memory.descriptor
@@ -313,7 +313,7 @@ class Process:
             answer.set_exception(OSError(errno.EIO, found))
 
 
-def opener(memory: Memfd, layout: Layout) -> OpenTier:
+def opener(memory: MappedFile, layout: Layout) -> OpenTier:
     """Return what opens tiers as `open_tier` does, in processes that map the slots."""
 
     def make(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> ProcessTier:

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES, HostLayout
-from safe_offload.memfds import make_memfd, map_memfd, map_new
+from safe_offload.mapped_files import make_memfd, map_file, map_new
 from safe_offload.observe.counters import is_milestone
 from safe_offload.protocol import Transfer
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -342,7 +342,7 @@ class _Meeting:
     def _map(self, descriptor: int) -> mmap.mmap:
         if os.fstat(descriptor).st_size != self.size_bytes:
             raise SharingError("the memory does not have the agreed size")
-        return map_memfd(descriptor)
+        return map_file(descriptor)
 
 
 def _new_socket() -> socket.socket:

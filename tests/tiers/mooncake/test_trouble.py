@@ -19,7 +19,7 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
-from safe_offload.memfds import make_memfd, map_new
+from safe_offload.mapped_files import make_memfd, map_new
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier

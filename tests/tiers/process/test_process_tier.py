@@ -17,7 +17,7 @@ import pytest
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Geometry, HostLayout, Segment
-from safe_offload.memfds import address_of, find_memfd, map_new
+from safe_offload.mapped_files import address_of, find_file, map_new
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.process import tier as process_tier
 from safe_offload.tiers.process.tier import ProcessTier, opener
@@ -38,7 +38,7 @@ class Slots:
         segments = [Segment(16384, at, n) for at, n in zip(offsets, LENGTHS, strict=True)]
         self.layout = HostLayout.in_one_slab(Geometry(tuple(segments), NUM_SLOTS), NUM_SLOTS)
         self.memory = memoryview(map_new(self.layout.size_bytes))
-        memfd = find_memfd(address_of(self.memory))
+        memfd = find_file(address_of(self.memory))
         assert memfd is not None
         self.memfd = memfd
 

@@ -1,6 +1,6 @@
-"""Memory of this process that another one can map too, found by address.
+"""Files that this process has mapped and another one can map too, found by address.
 
-A memfd has no name, so processes that are killed leave nothing behind.
+Most are memfds, which have no name, so processes that are killed leave nothing behind.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mmap import mmap
 from typing import NamedTuple
 
 
-class Memfd(NamedTuple):
-    """A mapped memfd; `number` is never used again, `descriptor` is open while it is mapped."""
+class MappedFile(NamedTuple):
+    """`number` is never used again, `descriptor` is open while it is mapped."""
 
     number: int
     descriptor: int
@@ -23,7 +23,7 @@ class Memfd(NamedTuple):
     size_bytes: int
 
 
-_known: dict[int, Memfd] = {}
+_known: dict[int, MappedFile] = {}
 _next = itertools.count()
 
 
@@ -45,25 +45,25 @@ def map_new(size_bytes: int) -> mmap:
     """Map new memory."""
     descriptor = make_memfd(size_bytes)
     try:
-        return map_memfd(descriptor)
+        return map_file(descriptor)
     finally:
         os.close(descriptor)
 
 
-def map_memfd(descriptor: int) -> mmap:
-    """Map all of a memfd; the caller closes its descriptor."""
+def map_file(descriptor: int) -> mmap:
+    """Map all of a file; the caller closes its descriptor."""
     mapping = mmap(descriptor, 0)
     start, number = address_of(memoryview(mapping)), next(_next)
-    _known[number] = Memfd(number, os.dup(descriptor), start, len(mapping))
+    _known[number] = MappedFile(number, os.dup(descriptor), start, len(mapping))
     weakref.finalize(mapping, _forget, number)
     return mapping
 
 
-def find_memfd(address: int) -> Memfd | None:
-    """Return what is mapped at an address; None if it is no memfd of ours."""
-    for memfd in list(_known.values()):
-        if memfd.start <= address < memfd.start + memfd.size_bytes:
-            return memfd
+def find_file(address: int) -> MappedFile | None:
+    """Return which of them is mapped at an address, if one is."""
+    for file in list(_known.values()):
+        if file.start <= address < file.start + file.size_bytes:
+            return file
     return None
 
 
