@@ -260,7 +260,7 @@ async def test_a_process_that_says_what_it_should_not_is_killed(
 ):
     lies = (
         "import socket, sys; s = socket.socket(fileno=int(sys.argv[2])); m = b'[\"ready\"]';"
-        "s.sendall(len(m).to_bytes(4, 'big') + m); s.recv(1 << 20); s.recv(1 << 20);"
+        "s.recv(1 << 20); s.sendall(len(m).to_bytes(4, 'big') + m); s.recv(1 << 20);"
         "s.sendall(bytes(3) + b'\\x02{]'); s.recv(1)"
     )
     monkeypatch.setattr(process_tier, "_MAIN", lies)
