@@ -15,12 +15,25 @@ from typing import NamedTuple
 
 
 class MappedFile(NamedTuple):
-    """`number` is never used again, `descriptor` is open while it is mapped."""
+    """One of them.
+
+    Attributes:
+        number: never used again.
+        descriptor: open while it is mapped.
+        guard: descriptor of a lock that says that somebody may write to it: whoever maps it keeps
+            that open, too. -1: there is none.
+    """
 
     number: int
     descriptor: int
     start: int
     size_bytes: int
+    guard: int = -1
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What another process is given to map it."""
+        return (self.descriptor,) if self.guard < 0 else (self.descriptor, self.guard)
 
 
 _known: dict[int, MappedFile] = {}
@@ -50,11 +63,11 @@ def map_new(size_bytes: int) -> mmap:
         os.close(descriptor)
 
 
-def map_file(descriptor: int) -> mmap:
-    """Map all of a file; the caller closes its descriptor."""
+def map_file(descriptor: int, guard: int = -1) -> mmap:
+    """Map all of a file; the caller closes its descriptor, and keeps the guard open."""
     mapping = mmap(descriptor, 0)
     start, number = address_of(memoryview(mapping)), next(_next)
-    _known[number] = MappedFile(number, os.dup(descriptor), start, len(mapping))
+    _known[number] = MappedFile(number, os.dup(descriptor), start, len(mapping), guard)
     weakref.finalize(mapping, _forget, number)
     return mapping
 

@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/stores",
         "scheduler/tiers",
     ),
-    "node": (),
+    "node": ("mapped_files",),
     "scheduler/cache": ("compat", "config", "observe", "scheduler/eviction"),
     "scheduler/eviction": (),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),

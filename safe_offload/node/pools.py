@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 
 from safe_offload.errors import SharingError, StalledError
+from safe_offload.mapped_files import map_file
 from safe_offload.node.locks import Locks
 from safe_offload.node.table import NEW, Table, make_file
 
@@ -148,7 +149,7 @@ def _open_rank(folder: Path, wanted: Wanted) -> RankFile:
         is_right = os.fstat(fd).st_size == size_bytes
         if not is_right or os.pread(fd, len(last), size_bytes - LAST_BYTES) != last:
             raise SharingError(f"{path} belongs to another table; {_removal(folder)}")
-        mapping = mmap.mmap(fd, size_bytes)
+        mapping = map_file(fd, table.locks.fd)
     finally:
         os.close(fd)
     token = table.locks.new_token()

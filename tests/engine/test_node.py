@@ -25,6 +25,7 @@ from tests.engine.engines import (
     tier_at,
 )
 from tests.engine.http_server import HttpServer, make_body
+from tests.engine.test_tiers import tier_processes
 from tests.worker.waiting import wait_until
 
 ABC = ("A", "B", "C")
@@ -207,6 +208,7 @@ def test_data_parallel_engines_share_what_either_has_computed_over_a_tier(serve,
     assert server.count("borrowed_blocks") == server.count("loaded_blocks")
     assert server.count("pool_engines") == 2 * 2  # as each of them says
     assert 0 < server.count("own_slots") < server.count("slots")
+    assert len(tier_processes(server)) == 2
     server.wait_for(lambda: server.count("spilled_blocks") == num_hit // 32, "the tier")
     server.stop()
     (path,) = pools.paths

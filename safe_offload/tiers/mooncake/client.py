@@ -1,8 +1,7 @@
 """The store of a Mooncake master, through a process that can be killed (`helper.py`).
 
 Bytes move between the store and host memory directly where that is a `MappedFile`, which the
-process maps too; others are copied through one of the call's own. The files of `"share":
-"node"` are copied: a process that outlives its engine for a moment must not write to them.
+process maps too; others are copied through one of the call's own.
 """
 
 from __future__ import annotations
@@ -132,10 +131,10 @@ class _Channel:
         self._connection = connection
         self._spare: mmap | None = None
 
-    def call(self, verb: str, *arguments: object, descriptor: int = -1) -> Any:
-        """Return an answer; a descriptor is sent along. OSError if there is none."""
+    def call(self, verb: str, *arguments: object, descriptors: Sequence[int] = ()) -> Any:
+        """Return an answer; descriptors are sent along. OSError if there is none."""
         self._connection.send_bytes(json.dumps([verb, *arguments]).encode())
-        if descriptor >= 0:
+        for descriptor in descriptors:
             send_handle(self._connection, descriptor, self._process.program.pid)
         try:
             if not self._connection.poll(ANSWER_TIMEOUT_S):
@@ -223,7 +222,8 @@ class _Process:
         """Let the process map a file, once."""
         with self._opening:
             if file.number not in self._opened:
-                channel.call("open", file.number, descriptor=file.descriptor)
+                given = file.descriptors
+                channel.call("open", file.number, len(given), descriptors=given)
                 self._opened.add(file.number)
 
     def end(self) -> None:
@@ -238,11 +238,12 @@ def _joined(places: Sequence[tuple[MappedFile, int, int]]) -> list[tuple[int, in
     Those that follow each other are one: Mooncake moves each alone.
     """
     found: list[tuple[int, int, int]] = []
-    for (number, _, start, _), address, length in places:
-        if found and (found[-1][0], sum(found[-1][1:])) == (number, address - start):
-            found[-1] = number, found[-1][1], found[-1][2] + length
+    for file, address, length in places:
+        start = address - file.start
+        if found and (found[-1][0], sum(found[-1][1:])) == (file.number, start):
+            found[-1] = file.number, found[-1][1], found[-1][2] + length
         else:
-            found.append((number, address - start, length))
+            found.append((file.number, start, length))
     return found
 
 

@@ -85,9 +85,10 @@ class Helper:
         code = self._engine.initialize(here, metadata, protocol, devices)
         return code or self._store.setup(here, metadata, *more, self._engine.get_engine())
 
-    def open(self, number: int, channel: Connection) -> None:
-        """Map a file, whose descriptor comes next."""
-        self._memories[number] = Memory(recv_handle(channel))
+    def open(self, number: int, num_descriptors: int, channel: Connection) -> None:
+        """Map a file, whose descriptors come next: the first, and what stays open meanwhile."""
+        descriptor, *_ = (recv_handle(channel) for _ in range(num_descriptors))
+        self._memories[number] = Memory(descriptor)
 
     def has(self, keys: Sequence[str]) -> Any:
         """See `Client.has`."""

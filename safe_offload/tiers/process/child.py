@@ -62,9 +62,9 @@ def framed(message: bytes) -> bytes:
 
 
 class _Child:
-    def __init__(self, memory_descriptor: int) -> None:
-        self._memory = memoryview(map_file(memory_descriptor))
-        os.close(memory_descriptor)
+    def __init__(self, descriptor: int, *guard: int) -> None:
+        self._memory = memoryview(map_file(descriptor, *guard))
+        os.close(descriptor)
         self._facts: dict[str, str] = {}
         self._told = -1, 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -168,7 +168,11 @@ class _Forward(logging.Handler):
         self._loop.call_soon_threadsafe(self._send, *line)
 
 
-def main(descriptor: int, memory_descriptor: int) -> None:
-    """Serve an engine until it closes its end of a connection."""
+def main(descriptor: int, *memory: int) -> None:
+    """Serve an engine until it closes its end of a connection.
+
+    Args:
+        memory: see `MappedFile.descriptors`.
+    """
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_Child(memory_descriptor).serve(descriptor))
+        runner.run(_Child(*memory).serve(descriptor))

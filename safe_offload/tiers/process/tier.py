@@ -177,7 +177,7 @@ class Process:
     def __init__(self, setup: bytes, memory: MappedFile) -> None:
         ours, theirs = socket.socketpair()
         self.socket = ours
-        descriptors = theirs.fileno(), memory.descriptor
+        descriptors = theirs.fileno(), *memory.descriptors
         command = [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, descriptors)]
         try:
             self.program = subprocess.Popen(

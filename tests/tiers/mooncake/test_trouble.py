@@ -20,6 +20,8 @@ import pytest
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.mapped_files import make_memfd, map_new
+from safe_offload.node.locks import Locks
+from safe_offload.node.pools import open_rank
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
@@ -28,6 +30,7 @@ from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import Seal
 from tests import stopping
 from tests.mooncake_server import Master, Segment, mooncake_tier
+from tests.node.engines import pools_in, wanted
 from tests.tiers.contract import (
     BAD,
     FACTS,
@@ -162,6 +165,20 @@ def test_the_process_of_an_engine_that_is_killed_ends(own):
     deadline_s = time.monotonic() + PATIENCE_S
     while stopping.is_running(int(children[0])):
         assert time.monotonic() < deadline_s
+
+
+def test_an_engine_of_a_pool_lives_as_long_as_its_client(config, tmp_path):
+    """Others would take slots over that it still writes to."""
+    with pools_in(tmp_path):
+        pool = open_rank(wanted(8))
+    (table,) = tmp_path.glob("*/pool/table")
+    store = client.Client(settings.complete(config))
+    store.put(["a"], [(memoryview(pool.mapping)[:1000],)])
+    with contextlib.closing(Locks(str(table))) as others:
+        pool.locks.close()  # as the kernel does when the engine is killed
+        assert others.is_taken(pool.token)
+        store.close()
+        assert not others.is_taken(pool.token)
 
 
 async def test_slots_of_any_memory_come_back(config):
@@ -439,7 +456,7 @@ def helper_of(remote, protocol):
     descriptor = make_memfd(1 << 20)
     send_handle(ours, descriptor, os.getpid())
     os.close(descriptor)
-    calls.open(0, theirs)
+    calls.open(0, 1, theirs)
     return calls
 
 

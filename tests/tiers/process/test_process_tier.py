@@ -18,10 +18,13 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Geometry, HostLayout, Segment
 from safe_offload.mapped_files import address_of, find_file, map_new
+from safe_offload.node.locks import Locks
+from safe_offload.node.pools import open_rank
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.process import tier as process_tier
 from safe_offload.tiers.process.tier import ProcessTier, opener
 from tests import stopping
+from tests.node.engines import pools_in, wanted
 from tests.valkey_server import Server
 
 NUM_SLOTS = 8
@@ -38,16 +41,16 @@ class Slots:
         segments = [Segment(16384, at, n) for at, n in zip(offsets, LENGTHS, strict=True)]
         self.layout = HostLayout.in_one_slab(Geometry(tuple(segments), NUM_SLOTS), NUM_SLOTS)
         self.memory = memoryview(map_new(self.layout.size_bytes))
-        memfd = find_file(address_of(self.memory))
-        assert memfd is not None
-        self.memfd = memfd
+        file = find_file(address_of(self.memory))
+        assert file is not None
+        self.file = file
 
     def fill(self, seed: int) -> bytes:
         self.memory[:] = content = random.Random(seed).randbytes(len(self.memory))
         return content
 
     def open(self, config: TierConfig, facts: dict[str, str] = FACTS) -> ProcessTier:
-        tier, _ = opener(self.memfd, self.layout)(config, sum(LENGTHS), dict(facts))
+        tier, _ = opener(self.file, self.layout)(config, sum(LENGTHS), dict(facts))
         assert isinstance(tier, ProcessTier)
         return tier
 
@@ -109,7 +112,7 @@ async def test_what_it_holds_and_what_it_says_are_told(slots, tmp_path, caplog):
 
 async def test_facts_that_were_learned_later_are_written_down(slots, tmp_path):
     facts = {"model": "a"}
-    tier, namespace_of = opener(slots.memfd, slots.layout)(
+    tier, namespace_of = opener(slots.file, slots.layout)(
         directory(tmp_path / "tier"), sum(LENGTHS), facts
     )
     facts["weights"] = "learned later"
@@ -292,6 +295,19 @@ def test_the_process_ends_with_its_engine_whoever_has_the_connection_too(tmp_pat
         asyncio.run(wait_until(lambda: not stopping.is_running(pid)))
     finally:
         os.kill(other, signal.SIGKILL)
+
+
+async def test_an_engine_of_a_pool_lives_as_long_as_the_process_of_its_tier(slots, tmp_path):
+    """Others would take slots over that it still writes to."""
+    with pools_in(tmp_path):
+        pool = open_rank(wanted(NUM_SLOTS, size_of=lambda _: slots.layout.size_bytes))
+    slots.file = find_file(address_of(memoryview(pool.mapping)))
+    (table,) = tmp_path.glob("*/pool/table")
+    with contextlib.closing(Locks(str(table))) as others:
+        async with opened(slots, directory(tmp_path / "tier")):
+            pool.locks.close()  # as the kernel does when the engine is killed
+            assert others.is_taken(pool.token)
+        assert not others.is_taken(pool.token)
 
 
 def process_of(tier: ProcessTier) -> int:
