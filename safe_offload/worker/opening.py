@@ -45,7 +45,7 @@ from safe_offload.worker.memory.shared_memory import (
 )
 from safe_offload.worker.pool import PoolMemory, open_pool
 from safe_offload.worker.self_test import IdleTiming, SelfTest
-from safe_offload.worker.tier_runner import HostSlots, SlotNumbers, Slots, TierRunner
+from safe_offload.worker.tier_runner import HostSlots, Slots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 
@@ -201,7 +201,7 @@ class Opening:
             open_one = self.open_tier or open_tier
             file = find_file(host.tensor.data_ptr()) if self.open_tier is None else None
             if file is not None and file.start == host.tensor.data_ptr():
-                slots, open_one = SlotNumbers(backend), opener(file, layout)
+                slots, open_one = Slots(backend), opener(file, layout)
             tiers = TierRunner(
                 self.rank,
                 self._open_tiers(layout.geometry, namespace_facts, open_one),

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,48 +39,32 @@ logger = logging.getLogger(f"vllm.{__name__}")
 T = TypeVar("T")
 
 
-class Slots(Protocol):
-    """The host slots of a rank."""
-
-    @property
-    def num_usable_slots(self) -> int:
-        """See `Backend.num_usable_slots`."""
-
-    def slot(self, slot_id: int) -> Any:
-        """Return a slot as its tiers take it. Not called after `release`."""
-
-    def release(self) -> None:
-        """Hold the memory no longer: it is about to be freed."""
-
-
-class SlotNumbers:
-    """See `Slots`: for tiers that map the memory themselves. A backend knows how many are ready."""
+class Slots:
+    """The host slots of a rank, as numbers: for tiers that map the memory themselves."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     @property
     def num_usable_slots(self) -> int:
+        """See `Backend.num_usable_slots`."""
         return self._backend.num_usable_slots
 
-    def slot(self, slot_id: int) -> int:
+    def slot(self, slot_id: int) -> Any:
+        """Return a slot as its tiers take it. Not called after `release`."""
         return slot_id
 
     def release(self) -> None:
-        pass
+        """Hold the memory no longer: it is about to be freed."""
 
 
-class HostSlots:
-    """See `Slots`: those of a host memory, of which a backend knows how many are ready."""
+class HostSlots(Slots):
+    """Those of a host memory, as buffers: for tiers in this process."""
 
     def __init__(self, host: HostMemory, layout: HostLayout, backend: Backend) -> None:
+        super().__init__(backend)
         self._memory: memoryview | None = host.tensor.numpy().data
         self._layout = layout
-        self._backend = backend
-
-    @property
-    def num_usable_slots(self) -> int:
-        return self._backend.num_usable_slots
 
     def slot(self, slot_id: int) -> Buffers:
         memory = self._memory

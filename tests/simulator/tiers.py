@@ -14,6 +14,8 @@ from random import Random
 from typing import cast
 
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.worker.copies.base import Backend
+from safe_offload.worker.tier_runner import Slots
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device
 
@@ -150,16 +152,13 @@ class SlotView:
         self.device.on_host_write(self.device.rank, self.slot_id)
 
 
-class SimSlots:
-    """See `Slots`: those of a device, as words."""
+class SimSlots(Slots):
+    """Those of a device, as words."""
 
     def __init__(self, device: Device) -> None:
+        super().__init__(cast(Backend, device))  # which says how many are usable, too
         self._device = device
         self._is_released = False
-
-    @property
-    def num_usable_slots(self) -> int:
-        return self._device.num_usable_slots
 
     def slot(self, slot_id: int) -> Buffers:
         assert not self._is_released

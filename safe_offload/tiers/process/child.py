@@ -16,27 +16,20 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.event_loop import new_event_loop
+from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import map_file
-from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.tier import SealedTier
 
 LENGTH_BYTES: Final = 4
-CODES: Final = {result: code for code, result in enumerate(Result)}
 LOOK_S: Final = 1.0
-
-
-class Layout(Protocol):
-    """Where the bytes of slots lie: `HostLayout`."""
-
-    def ranges_of(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """See `HostLayout.ranges_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +39,7 @@ class Setup:
     config: TierConfig
     slot_bytes: int
     seal: Seal
-    layout: Layout
+    layout: HostLayout
     log_level: int
 
 
@@ -119,11 +112,11 @@ class _Child:
                 return
             named = [Name(*name) for name in names]
             if verb == "probe":
-                found: list[int] = list(map(int, await self._tier.probe(named)))
+                found: list[Any] = await self._tier.probe(named)
             else:
                 slots = [self._buffers(slot_id) for slot_id in slot_ids]
                 move = self._tier.fetch if verb == "fetch" else self._tier.spill
-                found = [CODES[result] for result in await move(named, slots)]
+                found = [result.value for result in await move(named, slots)]
         except (Exception, asyncio.CancelledError) as error:  # a probe may be cancelled
             self._send("failed", number, f"{type(error).__name__}: {error}")
         else:

@@ -12,21 +12,24 @@ import functools
 import itertools
 import json
 import logging
+import os
 import pickle
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from safe_offload import errors
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
+from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import MappedFile
 from safe_offload.threads import environment
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
-from safe_offload.tiers.process.child import LENGTH_BYTES, Layout, Setup, framed, read
+from safe_offload.tiers.process.child import Setup, framed, read
 from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.waiting import outlast
 
@@ -36,7 +39,6 @@ START_S: Final = 60.0
 KILL_S: Final = 5.0
 """For which a call that was given up may go on, before its process is killed."""
 POLL_S: Final = 0.005
-RESULTS: Final = dict(enumerate(Result))
 _MAIN: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from safe_offload.tiers.process.child import main; main(*map(int, sys.argv[2:]))"
@@ -124,9 +126,9 @@ class ProcessTier:
         facts = process.news_of(self._facts) if verb == "spill" else None
         answer = process.ask(verb, names, slots, facts)
         await outlast([answer], lambda: self._give_up(process, answer))
-        return [RESULTS[code] for code in answer.result()]
+        return list(map(Result, answer.result()))
 
-    def _give_up(self, process: Process, answer: asyncio.Future[list[int]]) -> None:
+    def _give_up(self, process: Process, answer: asyncio.Future[list[Any]]) -> None:
         """Cancel a call; kill the process if it does not say in time that the call has ended."""
 
         def end() -> None:
@@ -195,7 +197,7 @@ class Process:
             theirs.close()
         ours.sendall(setup)
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[list[int]]] = {}
+        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._facts: dict[str, str] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -203,11 +205,11 @@ class Process:
 
     def wait_until_ready(self, label: str) -> None:
         """Return when it has opened its tier; raise ConfigError if it does not."""
-        self.socket.settimeout(START_S)
         try:
-            with self.socket.makefile("rb", buffering=0) as file:
-                length = int.from_bytes(_all(file, LENGTH_BYTES), "big")
-                said, *why = json.loads(_all(file, length))
+            with Connection(os.dup(self.socket.fileno())) as connection:  # of the same framing
+                if not connection.poll(START_S):
+                    raise TimeoutError(errno.ETIMEDOUT, f"no answer in {START_S:g} s")
+                said, *why = json.loads(connection.recv_bytes())
         except (OSError, EOFError) as error:
             self.program.kill()
             self.program.wait()
@@ -238,7 +240,7 @@ class Process:
         names: Sequence[Name] = (),
         slots: Sequence[int] = (),
         facts: dict[str, str] | None = None,
-    ) -> asyncio.Future[list[int]]:
+    ) -> asyncio.Future[list[Any]]:
         """Call a verb of the tier; the future fails with OSError if there is no answer."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -248,7 +250,7 @@ class Process:
         self._send(verb, number, told, list(slots), facts)
         return answer
 
-    def give_up(self, answer: asyncio.Future[list[int]]) -> None:
+    def give_up(self, answer: asyncio.Future[list[Any]]) -> None:
         """Cancel a call; its answer comes when it has ended."""
         for number, other in self._answers.items():
             if other is answer:
@@ -313,7 +315,7 @@ class Process:
             answer.set_exception(OSError(errno.EIO, found))
 
 
-def opener(memory: MappedFile, layout: Layout) -> OpenTier:
+def opener(memory: MappedFile, layout: HostLayout) -> OpenTier:
     """Return what opens tiers as `open_tier` does, in processes that map the slots."""
 
     def make(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> ProcessTier:
@@ -321,13 +323,3 @@ def opener(memory: MappedFile, layout: Layout) -> OpenTier:
         return ProcessTier(Setup(config, slot_bytes, seal, layout, level), facts, memory)
 
     return functools.partial(open_tier, make=make)
-
-
-def _all(file: Any, length: int) -> bytes:
-    """Read so many bytes; raise EOFError if there are fewer."""
-    found = b""
-    while len(found) < length:
-        if not (more := file.read(length - len(found))):
-            raise EOFError
-        found += more
-    return found
