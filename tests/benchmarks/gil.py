@@ -11,12 +11,10 @@ import argparse
 import asyncio
 import os
 import statistics
-import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,7 @@ from safe_offload.mapped_files import address_of, find_file, map_new
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.process.tier import opener
-from tests.mooncake_server import Master, find_master
-from tests.mooncake_server import Segment as MooncakeSegment
-from tests.valkey_server import Server
+from tests.benchmarks.tier_servers import tier_servers
 
 CALL_BYTES = 20_000
 NUM_RANGES = 32
@@ -70,10 +66,10 @@ def measure(url: str, options: argparse.Namespace) -> list[tuple[str, ...]]:
     memory = map_new(layout.size_bytes)
     memory[:] = os.urandom(options.object_bytes) * count
     view = memoryview(memory)
-    memfd = find_file(address_of(view))
-    assert memfd is not None
+    file = find_file(address_of(view))
+    assert file is not None
     buffers = [tuple(view[at : at + n] for at, n in layout.ranges_of(s)) for s in range(count)]
-    ways = {"engine's": (open_tier, buffers), "its own": (opener(memfd, layout), range(count))}
+    ways = {"engine's": (open_tier, buffers), "its own": (opener(file, layout), range(count))}
     rows: list[tuple[str, ...]] = []
     for process, (open_one, slots) in ways.items():
         tier, namespace_of = open_one(TierConfig.at(url), options.object_bytes, {"by": process})
@@ -110,15 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """Print the table."""
     rows: list[Sequence[str]] = [("tier", "", "process", "GB/s", "GIL us an object")]
-    with tempfile.TemporaryDirectory() as name, ExitStack() as on:
-        root = Path(name)
-        server = on.enter_context(Server(root / "valkey"))
-        urls = {"directory": f"file://{root / 'tier'}", "Valkey": f"redis://{server.host_port}"}
-        if find_master():
-            master = on.enter_context(Master(root))
-            size_bytes = 4 * (options.rounds + 1) * options.objects * options.object_bytes
-            on.enter_context(MooncakeSegment(root, master, size_bytes))
-            urls["Mooncake"] = master.url
+    size_bytes = 4 * (options.rounds + 1) * options.objects * options.object_bytes
+    with tier_servers(size_bytes) as (urls, _):
         for kind, url in urls.items():
             print(kind, flush=True)
             rows += [(kind, *row) for row in measure(url, options)]
