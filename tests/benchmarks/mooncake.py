@@ -7,6 +7,7 @@ this process, with one call for all objects.
 
 import argparse
 import asyncio
+import itertools
 import mmap
 import os
 import statistics
@@ -21,6 +22,7 @@ from safe_offload.commands.bench.report import table
 from safe_offload.config.tiers import TierConfig
 from safe_offload.mapped_files import address_of, map_new
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.mooncake.settings import ENVIRONMENT
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from tests.mooncake_server import Master, Segment, mooncake_tier, open_client
 
@@ -60,12 +62,16 @@ def run_all(
     assert set(runner.run(call(names, slots))) == {Result.DONE}
 
 
-def measure(object_bytes: int, num_objects: int, rounds: int) -> list[tuple[Any, ...]]:
+def measure(
+    object_bytes: int, num_ranges: int, num_objects: int, rounds: int
+) -> list[tuple[Any, ...]]:
     """Return a row for writes and one for reads: GB/s of both, and their share."""
     memory = map_new(object_bytes * num_objects)
     memory[:] = os.urandom(object_bytes) * num_objects
     view = memoryview(memory)
-    slots: list[Buffers] = [(view[object_bytes * n :][:object_bytes],) for n in range(num_objects)]
+    length = object_bytes // num_ranges  # of a range; those of a layer lie together
+    rows_of_layers = [view[at : at + length] for at in range(0, len(view), length)]
+    slots: list[Buffers] = [tuple(rows_of_layers[n::num_objects]) for n in range(num_objects)]
     seconds: dict[str, list[float]] = {}
 
     def timed(way: str, work: Callable[[], None]) -> None:
@@ -99,7 +105,7 @@ def measure(object_bytes: int, num_objects: int, rounds: int) -> list[tuple[Any,
         rates = [len(memory) / statistics.median(each) / 1e9 for each in (theirs, ours)]
         shares = [their_s / our_s for their_s, our_s in zip(theirs, ours, strict=True)]
         best = min(theirs) / min(ours)
-        rows.append((object_bytes, way, *rates, statistics.median(shares), best))
+        rows.append((object_bytes, num_ranges, way, *rates, statistics.median(shares), best))
     return rows
 
 
@@ -107,16 +113,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--object-bytes", type=int, nargs="+", default=[2 << 20, 256 << 10])
+    parser.add_argument("--ranges", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--round-bytes", type=int, default=128 << 20)
 
 
 def run_command(options: argparse.Namespace) -> int:
     """Print the table."""
+    os.environ |= ENVIRONMENT | {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}  # ranges at once
     rows: list[Sequence[str]] = [
-        ("object bytes", "way", "mooncake.store GB/s", "tier GB/s", "share", "share of the best")
+        ("bytes", "ranges", "way", "mooncake.store GB/s", "tier GB/s", "share", "of the best")
     ]
-    for size in options.object_bytes:
-        for row in measure(size, options.round_bytes // size, options.rounds):
+    for size, ranges in itertools.product(options.object_bytes, options.ranges):
+        for row in measure(size, ranges, options.round_bytes // size, options.rounds):
             rows.append([f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row])
-    print(table(rows, num_left=2))
+    print(table(rows, num_left=3))
     return 0

@@ -28,6 +28,9 @@ NICE: Final = 5
 """A thread that calls the client polls until its bytes have moved; the threads that move them, and
 the engine's, go first."""
 PAUSE_S: Final = 0.0006
+RANGE_BYTES: Final = 100 << 10
+"""Over TCP, a range costs as much, beside its bytes, as copying so many. Objects of smaller ones
+are moved as one range, through memory of this process."""
 FAILED: Final = -800
 NO_MASTER: Final = (-900, -901)
 """Codes of calls that the master does not answer."""
@@ -66,6 +69,24 @@ class Memory:
         self._parts.add(part)
 
 
+class Room(threading.local):
+    """Memory of a thread's own, registered, that objects of small ranges go through."""
+
+    address, size_bytes = 0, 0
+
+    def take(self, store: Any, size_bytes: int) -> int:
+        """Return the address of so many bytes, until the next call."""
+        if size_bytes > self.size_bytes:
+            if self.size_bytes:
+                store.unregister_buffer(self.address)
+            self._bytes = ctypes.c_char.from_buffer(mmap.mmap(-1, size_bytes))
+            self.address = ctypes.addressof(self._bytes)
+            self.size_bytes = size_bytes
+            if code := store.register_buffer(self.address, size_bytes):
+                raise OSError(f"{size_bytes} bytes of memory cannot be registered (code {code})")
+        return self.address
+
+
 class Helper:
     """The client and the memory it uses; its methods are the calls that come over channels."""
 
@@ -74,6 +95,7 @@ class Helper:
         self._engine = engine
         self._is_tcp = False
         self._memories: dict[int, Memory] = {}
+        self._room = Room()
 
     def set_up(self, here: str, metadata: str, *more: Any) -> Any:
         """Set the client up; return a code."""
@@ -109,7 +131,7 @@ class Helper:
         A client's own read polls on a core until all has come: over TCP its transfer engine is
         asked for what is in memory, and looked at now and then.
         """
-        addresses, lengths = self.places(objects)
+        addresses, lengths, copies = self.moved(objects)
         replicas = self._store.batch_get_replica_desc(keys) if self._is_tcp else {}
         reads, others = [], []
         for index, key in enumerate(keys):
@@ -137,6 +159,9 @@ class Helper:
                 return codes  # the engine kills this process
         for index in {*range(len(keys))}.difference(others):
             codes[index] = sum(lengths[index])
+        for index, pieces in copies.items():
+            for target, source, length in pieces if codes[index] > 0 else ():
+                ctypes.memmove(target, source, length)
         return codes
 
     def put(
@@ -149,8 +174,11 @@ class Helper:
         how.replica_num = num_replicas
         if is_kept:
             how.soft_pin_action = SoftPinAction.ENABLE
+        addresses, lengths, copies = self.moved(objects)
+        for source, target, length in itertools.chain(*copies.values()):
+            ctypes.memmove(target, source, length)
         step_back()
-        return self._store.batch_put_from_multi_buffers(keys, *self.places(objects), how)
+        return self._store.batch_put_from_multi_buffers(keys, addresses, lengths, how)
 
     def delete(self, keys: Sequence[str]) -> Any:
         """Delete objects, whoever reads them at this moment."""
@@ -159,6 +187,25 @@ class Helper:
     def close(self) -> None:
         """Take the memory of this process out of the store."""
         self._store.close()
+
+    def moved(
+        self, objects: Sequence[Ranges]
+    ) -> tuple[list[list[int]], list[list[int]], dict[int, list[tuple[int, int, int]]]]:
+        """Return what `places` does, with one range for an object of small ones.
+
+        For each of these: address of a piece, where it is in that range, length.
+        """
+        addresses, lengths = self.places(objects)
+        is_small = [self._is_tcp and sum(each) < RANGE_BYTES * len(each) for each in lengths]
+        small = list(itertools.compress(itertools.count(), is_small))
+        room = self._room.take(self._store, sum(sum(lengths[index]) for index in small))
+        copies = {}
+        for index in small:
+            starts = list(itertools.accumulate(lengths[index], initial=room))
+            copies[index] = list(zip(addresses[index], starts, lengths[index], strict=False))
+            addresses[index], lengths[index] = [room], [starts[-1] - room]
+            room = starts[-1]
+        return addresses, lengths, copies
 
     def places(self, objects: Sequence[Ranges]) -> tuple[list[list[int]], list[list[int]]]:
         """Return addresses and lengths of what objects are read into, or written from."""

@@ -30,7 +30,6 @@ ENVIRONMENT: Final = {
     # Otherwise each range of an object has a connection of its own; one moves a range at a time.
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_LANES_PER_PEER": "16",
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # ranges of all objects that are moved at once
 }
 _DEVICES: Final = "/sys/class/infiniband"
 _FILE_BYTES_MAX: Final = 1 << 16

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.util
 import logging
 import multiprocessing
@@ -50,6 +51,7 @@ REAL_HELPER = client.HELPER
 NUM_OBJECTS = 16
 NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
 MARK = b"\xaa" * OBJECT_BYTES
+CONTENT = random.Random(1).randbytes(100)
 
 
 def shared_slot(data: bytes) -> tuple:
@@ -195,7 +197,10 @@ async def test_slots_of_any_memory_come_back(config):
 
 
 async def test_many_objects_of_many_layers_wait_for_a_busy_machine(own):
-    """Mooncake queues 1,024 ranges for a machine, and fails others within a second."""
+    """Mooncake queues 1,024 ranges for a machine, and fails others within a second.
+
+    These are moved as one range each.
+    """
     master, segment = own
     count, length = 64, 4096
     memory = memoryview(map_new(count * count * length))
@@ -437,8 +442,15 @@ class Remote:
         return self
 
     def batch_transfer_async_read(self, endpoint, here, there, lengths):
-        self.calls.append((endpoint, there[0] - (1 << 40), lengths[0]))
+        start = there[0] - (1 << 40)
+        self.calls.append((endpoint, start, lengths[0]))
+        ctypes.memmove(here[0], CONTENT[start:], lengths[0])
         return next(self._states)
+
+    def batch_put_from_multi_buffers(self, keys, addresses, lengths, how):
+        parts = (map(ctypes.string_at, *each) for each in zip(addresses, lengths, strict=True))
+        self.calls += map(list, parts)
+        return [0 for _ in keys]
 
     def transfer_check_status(self, read):
         return read
@@ -460,6 +472,23 @@ def helper_of(remote, protocol):
     return calls
 
 
+def test_over_tcp_objects_of_small_ranges_are_moved_as_one_range():
+    remote = Remote(30, states=(1,))
+    calls = helper_of(remote, "tcp")
+    ((address,),), _ = calls.places([[(0, 0, 1 << 20)]])
+    held, ranges = (ctypes.c_char * 200).from_address(address), [(0, 50, 20), (0, 0, 10)]
+    held[:] = MARK[:200]
+    assert calls.get(["a", "absent"], [ranges, [(0, 100, 10), (0, 120, 20)]]) == [30, -704]
+    assert remote.calls[1:] == [("there", 0, 30), ["absent"]]
+    assert (held[50:70], held[:10]) == (CONTENT[:20], CONTENT[20:30])
+    assert held[100:140] == MARK[:40], "what is absent changes nothing"
+    remote.calls.clear()
+    large = [(0, 0, helper.RANGE_BYTES), (0, 200 << 10, helper.RANGE_BYTES)]
+    assert calls.put(["a", "b", "c"], [ranges, large, ranges[1:]], 1, False) == [0, 0, 0]
+    assert remote.calls[::2] == [[CONTENT[:30]], [CONTENT[20:30]]]
+    assert list(map(len, remote.calls[1])) == [helper.RANGE_BYTES] * 2
+
+
 @pytest.fixture(autouse=True)
 def priorities(monkeypatch):
     """What a helper in this process would have its thread's priority set to."""
@@ -469,7 +498,8 @@ def priorities(monkeypatch):
     return found
 
 
-def test_over_tcp_the_engine_reads_what_is_in_memory_and_the_client_the_rest():
+def test_over_tcp_the_engine_reads_what_is_in_memory_and_the_client_the_rest(monkeypatch):
+    monkeypatch.setattr(helper, "RANGE_BYTES", 1)
     remote = Remote(30, states=(1, 1))
     found = helper_of(remote, "tcp").get(["a", "absent"], [[(0, 0, 10), (0, 50, 20)]] * 2)
     assert found == [30, -704]
@@ -494,9 +524,11 @@ def test_what_is_in_memory_with_another_length_is_left_to_the_client():
 
 def test_over_rdma_the_client_reads_all_by_itself_and_lets_others_go_first(priorities):
     remote = Remote(10)
-    assert helper_of(remote, "rdma").get(["a"], [[(0, 0, 10)]]) == [-704]
-    assert remote.calls == [["a"]]
-    assert priorities == [helper.NICE]
+    calls = helper_of(remote, "rdma")
+    assert calls.get(["a"], [[(0, 0, 10)]]) == [-704]
+    assert calls.put(["a"], [[(0, 0, 10), (0, 50, 20)]], 1, False) == [0]
+    assert remote.calls == [["a"], [bytes(10), bytes(20)]]
+    assert priorities == [helper.NICE] * 2
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
