@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 
 class MappedFile(NamedTuple):
-    """One of them.
+    """A file that is mapped.
 
     Attributes:
         number: never used again.
         descriptor: open while it is mapped.
-        guard: descriptor of a lock that says that somebody may write to it: whoever maps it keeps
-            that open, too. -1: there is none.
+        guard: of a lock; whoever maps the file, and may write to it, keeps it open. -1: none.
     """
 
     number: int

@@ -64,8 +64,7 @@ class Memory:
     def _register(self, store: Any, part: int) -> None:
         start = part * REGISTERED_BYTES
         length = min(REGISTERED_BYTES, len(self._mapping) - start)
-        if code := store.register_buffer(self._base + start, length):
-            raise OSError(f"{length} bytes of host memory cannot be registered (code {code})")
+        register(store, self._base + start, length)
         self._parts.add(part)
 
 
@@ -82,8 +81,7 @@ class Room(threading.local):
             self._bytes = ctypes.c_char.from_buffer(mmap.mmap(-1, size_bytes))
             self.address = ctypes.addressof(self._bytes)
             self.size_bytes = size_bytes
-            if code := store.register_buffer(self.address, size_bytes):
-                raise OSError(f"{size_bytes} bytes of memory cannot be registered (code {code})")
+            register(store, self.address, size_bytes)
         return self.address
 
 
@@ -196,8 +194,9 @@ class Helper:
         For each of these: address of a piece, where it is in that range, length.
         """
         addresses, lengths = self.places(objects)
-        is_small = [self._is_tcp and sum(each) < RANGE_BYTES * len(each) for each in lengths]
-        small = list(itertools.compress(itertools.count(), is_small))
+        if not self._is_tcp:
+            return addresses, lengths, {}
+        small = [at for at, each in enumerate(lengths) if sum(each) < RANGE_BYTES * len(each)]
         room = self._room.take(self._store, sum(sum(lengths[index]) for index in small))
         copies = {}
         for index in small:
@@ -217,6 +216,12 @@ class Helper:
                     addresses[index].append(address)
                     lengths[index].append(length)
         return addresses, lengths
+
+
+def register(store: Any, address: int, length: int) -> None:
+    """Let a client move bytes to and from memory; OSError if it refuses."""
+    if code := store.register_buffer(address, length):
+        raise OSError(f"{length} bytes of host memory cannot be registered (code {code})")
 
 
 def step_back() -> None:

@@ -162,10 +162,6 @@ class _Forward(logging.Handler):
 
 
 def main(descriptor: int, *memory: int) -> None:
-    """Serve an engine until it closes its end of a connection.
-
-    Args:
-        memory: see `MappedFile.descriptors`.
-    """
+    """Serve an engine until it closes its end of a connection; see `MappedFile.descriptors`."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_Child(*memory).serve(descriptor))
