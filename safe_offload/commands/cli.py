@@ -85,11 +85,11 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
     bench = commands.add_parser("bench", help="run a benchmark")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
-    for name, what in (
-        ("engine", "time to first token of a real vLLM engine, with and without the connector"),
-        ("tier", "bandwidth of a tier, against its device, network or store"),
-    ):
-        benchmarks.add_parser(name, help=what, module=f"safe_offload.commands.bench.{name}")
+    benchmarks.add_parser(
+        "engine",
+        help="time to first token of a real vLLM engine, with and without the connector",
+        module="safe_offload.commands.bench.engine",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`safe-offload bench`: what the connector is worth here with your model, and what a tier gives.
+"""`safe-offload bench`: what the connector is worth here with your model.
 
-May import anything, but of the other commands only where `cache` looks. Doors: `engine`, `tier`.
+May import anything but the other commands. Door: `engine`.
 """

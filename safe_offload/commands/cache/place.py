@@ -14,7 +14,7 @@ import numpy as np
 from safe_offload.commands.progress import Progress
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Name, PlaceError
+from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN, Seal
@@ -67,10 +67,6 @@ class Place:
         """Refuse a place that no tier has used: nothing is deleted or made there."""
         if not self._run(self._store.is_ours()):
             raise CacheError(f"{self.label} is not the directory of a tier. Fix: name one.")
-
-    def key_of(self, name: Name) -> str:
-        """Return where an object is, or would be."""
-        return self._store.key_of(name)
 
     def namespaces(self) -> Mapping[str, bytes]:
         """Return the names of all namespaces, with the description of each or nothing."""
