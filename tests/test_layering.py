@@ -121,7 +121,6 @@ FIELDS_OF_VLLM = {
 """Fields of vLLM's objects that we set, and that classes of ours have too."""
 
 READS_PRIVATE = {
-    "docs/vllm_names.py": ("_actions",),  # of argparse
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
     "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail

@@ -50,17 +50,13 @@ class Subcommand(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self._module = module
 
-    def load(self) -> None:
-        """Import the module, so that the arguments are known; once."""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ArgumentParser; called once, with what follows the name of the subcommand."""
         if self._module:
             module = importlib.import_module(self._module)
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(run=module.run_command)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See ArgumentParser; called once, with what follows the name of the subcommand."""
-        self.load()
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and hasattr(parsed, "rest"):  # the subcommand takes what it does not know
             parsed.rest = rest
@@ -80,7 +76,6 @@ def make_parser() -> argparse.ArgumentParser:
         ("doctor", "doctor.command", "find problems on this machine"),
         ("cache", "cache.command", "list, verify and delete objects of a tier"),
         ("top", "top", "show a server's live metrics"),
-        ("completion", "completion", "print a shell completion script"),
     ):
         commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
     bench = commands.add_parser("bench", help="run a benchmark")
