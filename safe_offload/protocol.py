@@ -57,6 +57,10 @@ class FailureReason(enum.Enum):
     they were read, or another connector failed to load them, or the connector was disabled."""
 
 
+ALL_TIERS = 0xFF
+"""As bits, the nearest tier the lowest."""
+
+
 def ids_of(numbers: Iterable[int]) -> array[int]:
     """Return ids as messages carry them; a 90,000-token prompt has thousands."""
     return array("i", numbers)
@@ -133,6 +137,8 @@ class TierTransfer:
             none is known to. Empty: all are 0. A fetch looks there first. A spill goes to all
             tiers if it is 0, else to those nearer than it that keep (`TierConfig.keep`).
         marks: of a spill with tenants, for each key that of its tenant (`Tenants.marks`).
+        targets: of a spill, for each key which of these tiers it goes to, as bits of `ALL_TIERS`:
+            not to those that took it before. Empty: to all of them.
     """
 
     transfer_id: int
@@ -141,6 +147,7 @@ class TierTransfer:
     generation: str = ""
     origins: bytes = b""
     marks: Sequence[int] = ()
+    targets: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.slot_ids):
@@ -148,11 +155,12 @@ class TierTransfer:
                 f"tier transfer {self.transfer_id}: expected as many keys as slots, found "
                 f"{len(self.keys)} keys and {len(self.slot_ids)} slots"
             )
-        if self.origins and len(self.origins) != len(self.keys):
-            raise ProtocolError(
-                f"tier transfer {self.transfer_id}: expected an origin of each key or none, found "
-                f"{len(self.keys)} keys and {len(self.origins)} origins"
-            )
+        for what, each in (("origins", self.origins), ("targets", self.targets)):
+            if each and len(each) != len(self.keys):
+                raise ProtocolError(
+                    f"tier transfer {self.transfer_id}: expected {what} of each key or of none, "
+                    f"found {len(self.keys)} keys and {len(each)} {what}"
+                )
 
 
 @dataclass(frozen=True)
@@ -193,13 +201,16 @@ class Outcome:
 
     Attributes:
         missing: places in the keys of a fetch or a spill whose bytes are not in place all the same:
-            the tier did not have them, or would not take them.
+            the tier did not have them, or no tier took them, or some tier may take them later.
+        again: of a spill, for each of these places the tiers to write it to again, as bits; 0 if it
+            was refused for good. Empty: all of them to all tiers.
     """
 
     rank: int
     transfer_id: int
     failure: FailureReason | None = None
     missing: tuple[int, ...] = ()
+    again: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from safe_offload.protocol import FailureReason
+from safe_offload.protocol import ALL_TIERS, FailureReason
 
 if TYPE_CHECKING:
     from safe_offload.protocol import Outcome, TierTransfer, Transfer
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.cache.leases import Lease
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.retries import Write
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -248,7 +250,26 @@ class FetchBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Spill(TierPending):
-    """What is written to a tier."""
+    """What is written to tiers.
+
+    Bound: an entry for each of its slots.
+
+    Attributes:
+        writes: what each of its keys is.
+        epoch: see `Spills`; what failed of one of before is not tried again.
+        again: by place in its keys, the tiers to write it to again; 0 if some rank has been refused
+            for good.
+    """
+
+    writes: Sequence[Write]
+    epoch: int
+    again: dict[int, int] = field(default_factory=dict)
+
+    def settled(self, outcome: Outcome) -> bool:
+        for place, tiers in zip(outcome.missing, outcome.again or repeat(ALL_TIERS), strict=False):
+            before = self.again.get(place, tiers)
+            self.again[place] = before | tiers if before and tiers else 0
+        return TierPending.settled(self, outcome)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -39,6 +39,8 @@ class Result(enum.Enum):
     """There is no room for it."""
     STILL_FULL = "still_full"
     """There is none, although some was made: the next write would fail too."""
+    REFUSED = "refused"
+    """The tier will not take it: it is read-only, or the user may not write."""
     FAILED = "failed"
     """The tier failed: an input or output error, a connection that is lost."""
     CANCELLED = "cancelled"

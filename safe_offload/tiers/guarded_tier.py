@@ -236,6 +236,8 @@ class GuardedTier:
         results = results or [Result.FAILED] * len(names)
         seconds = loop.time() - begin_s
         counts = Counter(results)
+        if num_refused := counts.pop(Result.REFUSED, 0):
+            counts[Result.FAILED] += num_refused
         num_moved = counts[Result.DONE]
         if not is_hung:  # else it has been judged
             if not problem and not num_moved + counts[Result.PRESENT]:

@@ -21,9 +21,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from safe_offload.config.tier_url import FILE
+from safe_offload.config.tiers import MAX_TIERS
 from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
-from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
+from safe_offload.protocol import (
+    ALL_TIERS,
+    FailureReason,
+    Keys,
+    Outcome,
+    Presence,
+    Probe,
+    TierTransfer,
+)
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
@@ -37,6 +46,11 @@ from safe_offload.worker.verify import Verifier
 logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
+
+TAKEN = (Result.DONE, Result.PRESENT)
+REFUSED = (Result.FULL, Result.STILL_FULL, Result.REFUSED, Result.UNREADABLE)
+"""What is not written again; but for FULL, where others of the call found room and no other tier
+has it."""
 
 
 class Slots:
@@ -86,9 +100,10 @@ class PendingMessage:
         origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
         slot_ids: of a fetch or a spill, one for each key.
         places: of a fetch or a spill, those in its keys that are this rank's.
-        marks: see `TierTransfer.marks`.
+        marks, targets: see `TierTransfer`.
         tiers: of a probe, see `Presence.tiers`.
         missing: of the places, what has not been moved.
+        again: of a spill, see `Outcome.again`.
         task: that answers it; None before the loop has taken it.
     """
 
@@ -100,8 +115,10 @@ class PendingMessage:
     slot_ids: Sequence[int] = ()
     places: Sequence[int] = ()
     marks: Sequence[int] = ()
+    targets: bytes = b""
     tiers: bytes = field(init=False)
     missing: Sequence[int] = ()
+    again: bytes = b""
     failure: FailureReason | None = None
     is_settled: bool = False
     task: asyncio.Task[None] | None = None
@@ -109,6 +126,7 @@ class PendingMessage:
     def __post_init__(self) -> None:
         self.tiers = bytes(len(self.keys))
         self.origins = self.origins or bytes(len(self.keys))
+        self.targets = self.targets or bytes([ALL_TIERS]) * len(self.keys)
 
     def __repr__(self) -> str:
         return f"<{self.operation.value} {self.number} of {len(self.keys)} keys>"
@@ -134,7 +152,7 @@ class TierRunner:
     vLLM calls its hooks on.
 
     Args:
-        guarded_tiers: the tiers, at most 255.
+        guarded_tiers: the tiers, at most `MAX_TIERS`.
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
@@ -156,7 +174,7 @@ class TierRunner:
         verifier: Verifier | None = None,
         namespace_facts: NamespaceFacts | None = None,
     ) -> None:
-        assert 0 < len(guarded_tiers) < 256
+        assert 0 < len(guarded_tiers) <= MAX_TIERS
         self.guarded_tiers = tuple(guarded_tiers)
         self.doubts: tuple[str, ...] = ()
         self._namespace_facts = namespace_facts
@@ -215,8 +233,8 @@ class TierRunner:
                 presences.append(Presence(self._rank, pending.number, pending.tiers))
             else:
                 missing = () if pending.failure else tuple(pending.missing)
-                outcome = Outcome(self._rank, pending.number, pending.failure, missing)
-                outcomes.append(outcome)
+                done = pending.number, pending.failure, missing, pending.again
+                outcomes.append(Outcome(self._rank, *done))
         return Answers(tuple(presences), tuple(outcomes))
 
     def count_into(self, counters: Counters) -> None:
@@ -246,7 +264,7 @@ class TierRunner:
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:
         number, keys = transfer.transfer_id, transfer.keys
         places = self._share.part(len(keys), number)
-        more = transfer.origins, transfer.slot_ids, places, transfer.marks
+        more = transfer.origins, transfer.slot_ids, places, transfer.marks, transfer.targets
         return PendingMessage(operation, number, keys, transfer.generation, *more)
 
     def _take(self, pending: PendingMessage) -> None:
@@ -407,6 +425,7 @@ class TierRunner:
 
     async def _spill(self, pending: PendingMessage) -> None:
         places = pending.missing
+        pending.again = bytes(len(places))
         if self._verifier is not None:
             places = await self._unchanged(pending, self._verifier)
         if not places:
@@ -414,19 +433,33 @@ class TierRunner:
         writes = []
         for number, guarded in enumerate(self.guarded_tiers, start=1):
             beyond = number if guarded.config.keep else len(self.guarded_tiers)
-            origins = pending.origins
+            origins, tier = pending.origins, 1 << number - 1
             wanted = [place for place in places if not origins[place] or origins[place] > beyond]
+            wanted = [place for place in wanted if pending.targets[place] & tier]
             if wanted:
-                writes.append(self._write(pending, guarded, wanted))
-        taken = [place for written in await _together(writes) for place in written]
-        pending.missing = sorted(set(pending.places).difference(taken))
+                writes.append(self._write(pending, guarded, wanted, tier))
+        taken: set[int] = set()
+        again, crowded = dict.fromkeys(pending.places, 0), []
+        for tier, tried, results in await _together(writes):
+            has_room = Result.DONE in results
+            for place, result in zip(tried, results, strict=True):
+                if result in TAKEN:
+                    taken.add(place)
+                elif result not in REFUSED:
+                    again[place] |= tier
+                elif result is Result.FULL and has_room:
+                    crowded.append((place, tier))
+        for place, tier in crowded:
+            again[place] |= 0 if place in taken else tier
+        pending.missing = [place for place, tiers in again.items() if tiers or place not in taken]
+        pending.again = bytes(again[place] for place in pending.missing)
 
     async def _write(
-        self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
-    ) -> list[int]:
-        """Write objects to one tier; return the places of those that it has then."""
-        results = await guarded.spill(*self._named(pending, guarded, places)) or ()
-        return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
+        self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int], tier: int
+    ) -> tuple[int, Sequence[int], Sequence[Result]]:
+        """Write objects to one tier; return it, their places, and what became of each."""
+        results = await guarded.spill(*self._named(pending, guarded, places))
+        return tier, places, results or [Result.CANCELLED] * len(places)  # it was left alone
 
     async def _unchanged(self, pending: PendingMessage, verifier: Verifier) -> list[int]:
         """Return the places of a spill whose slots hold what was stored in them."""

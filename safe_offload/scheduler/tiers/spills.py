@@ -9,18 +9,22 @@ By default all that is stored is spilled. Where tiers take only what the host is
 next slots to go are looked at while free ones are few; where they take only what was hit, the whole
 prefix of each load that begins, since its end is worth nothing without its head. What was fetched
 from a tier is spilled at the same moment, to the nearer tiers that keep.
+
+What a tier failed to take is written again, to that tier (`retries.py`). What it refused is not: it
+would evict others' objects, or be refused again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FAILED_SPILLS, Count
-from safe_offload.protocol import Keys, TierTransfer, ids_of
+from safe_offload.protocol import ALL_TIERS, Keys, TierTransfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseKind
 from safe_offload.scheduler.pending import Ledger, Spill, Store
+from safe_offload.scheduler.tiers.retries import Retries, Write
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.pending import Fetch
@@ -40,8 +44,9 @@ class Spills:
     """Blocks that wait to be spilled, and those that are.
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
-    came; the ledger; and, where not all is spilled, what tiers have of the slots, and as of which
-    version of the directory all that is to be looked at has been.
+    came; those that have failed; the ledger; how often all that waits was forgotten (its epoch);
+    when a step was planned last; and, where not all is spilled, what tiers have of the slots or
+    have refused, and as of which version of the directory all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
@@ -52,6 +57,7 @@ class Spills:
 
     Attributes:
         looks: in each plan it is looked at what is evicted next, or has been hit.
+        retries: read only outside.
     """
 
     def __init__(self, context: TierContext, private: Set[bytes]) -> None:
@@ -71,12 +77,14 @@ class Spills:
         self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
         self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
+        self.retries = Retries()
+        self._epoch, self._now_s = 0, 0.0
         self.ledger: Ledger[Spill] = Ledger(context.transfer_ids, context.num_ranks)
         self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
 
     def __repr__(self) -> str:
-        return f"Spills({len(self._queue)} wait, {self.ledger!r})"
+        return f"Spills({len(self._queue)} wait, {len(self.retries)} again, {self.ledger!r})"
 
     def __len__(self) -> int:
         return len(self.ledger)
@@ -87,9 +95,10 @@ class Spills:
             return
         for part in store.parts:
             slots = part.lease.slots
-            evicted = self._queue.keys() & slots  # what they held before
-            if evicted:
-                self._counters[Count.DROPPED_SPILLS_EVICTED] += len(evicted)
+            # What they held before.
+            num_evicted = len(self._queue.keys() & slots) + self.retries.discard(slots)
+            if num_evicted:
+                self._counters[Count.DROPPED_SPILLS_EVICTED] += num_evicted
             keys = zip(repeat(part.blocks.group_idx), part.blocks.hashes, repeat(0))
             self._queue.update(zip(slots, keys, strict=False))
 
@@ -108,8 +117,10 @@ class Spills:
             if self.looks:
                 self._spilled[slot] = block_hash, origin
             elif origin:
-                if self._queue.pop(slot, None) is not None:  # what it held before
-                    self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
+                # What it held before.
+                is_evicted = self._queue.pop(slot, None) is not None
+                num_evicted = is_evicted + self.retries.discard([slot])
+                self._counters[Count.DROPPED_SPILLS_EVICTED] += num_evicted
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     def _look_ahead(self) -> None:
@@ -143,11 +154,12 @@ class Spills:
             elif origin:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
-    def plan(self, generation: str) -> tuple[TierTransfer, ...]:
+    def plan(self, generation: str, now_s: float) -> tuple[TierTransfer, ...]:
         """Return what is spilled from this step on.
 
         While a spill is in flight, another starts only at full size, so that there are few.
         """
+        self._now_s = now_s
         if self._hit_only and self._loads.new:
             self._look_at_hits()
         num_under_way = len(self.ledger)
@@ -155,7 +167,9 @@ class Spills:
             return ()
         if self._evicted_only:
             self._look_ahead()
-        if not self._queue or (num_under_way and len(self._queue) < self._batch_max):
+        if num_under_way and len(self._queue) < self._batch_max:
+            return ()
+        if not self._queue and self.retries.due_s > now_s:
             return ()
         spill = self._make(generation)
         if spill is None:
@@ -164,15 +178,18 @@ class Spills:
         return (spill.message,)
 
     def _make(self, generation: str) -> Spill | None:
-        """Lease the first blocks of the queue that the host still has."""
+        """Lease the first of the blocks that wait and that the host still has."""
         queue, find = self._queue, self._directory.find
-        found: list[tuple[int, int, bytes, int]] = []
-        for slot in list(islice(queue, self._batch_max)):
-            group_idx, block_hash, origin = queue.pop(slot)
+        waiting = self.retries.take(self._batch_max, self._now_s)
+        for slot in list(islice(queue, self._batch_max - len(waiting))):
+            waiting.append(Write(slot, *queue.pop(slot)))
+        found: list[Write] = []
+        for entry in waiting:
+            slot, group_idx, block_hash = entry[:3]
             if block_hash in self._private:
                 continue
             if find(group_idx, block_hash) == slot:
-                found.append((slot, group_idx, block_hash, origin))
+                found.append(entry)
             else:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
         num_forgets, num_found = self._directory.num_forgets, len(found)
@@ -184,18 +201,25 @@ class Spills:
         if not found:
             lease.release()
             return None
-        slots, group_ids, hashes, origins = zip(*found, strict=True)
+        slots, group_ids, hashes, origins, targets, failures = zip(*found, strict=True)
+        if any(failures):
+            self._counters[Count.RETRIED_SPILLS] += len(found) - failures.count(0)
         if self.looks:  # what tiers will not take is not offered again while the host has it
             self._spilled.update(zip(slots, zip(hashes, repeat(0)), strict=True))
         transfer_id, ranks = self.ledger.open()
         known = bytes(origins) if any(origins) else b""
+        wanted = bytes(targets) if any(failures) else b""
         keys = Keys(bytes(group_ids), hashes)
         return Spill(
             transfer_id=transfer_id,
             ranks_left=ranks,
-            message=TierTransfer(transfer_id, keys, ids_of(slots), generation, known),
+            message=TierTransfer(
+                transfer_id, keys, ids_of(slots), generation, known, targets=wanted
+            ),
             lease=lease,
             missing=set(),
+            writes=found,
+            epoch=self._epoch,
         )
 
     def sent(self) -> None:
@@ -205,24 +229,43 @@ class Spills:
     def settle(self, spill: Spill) -> None:
         """Every rank has reported a spill, and reads its slots no more."""
         self.ledger.remove(spill)
-        slots, counters = spill.lease.slots, self._counters
-        written = set(range(len(slots))).difference(spill.missing)
+        counters, again = self._counters, spill.again
         if spill.failure is not None:
             counters[FAILED_SPILLS[spill.failure]] += 1
-            written.clear()
-        origins = spill.message.origins or bytes(len(slots))
-        num_kept = sum(origins[place] > 0 for place in written)
+            again = dict.fromkeys(range(len(spill.writes)), ALL_TIERS)
+        waiting = self._try_again(spill, again)
+        num_written = len(spill.writes) - len(again)
+        num_kept = sum(
+            write.origin > 0 for place, write in enumerate(spill.writes) if place not in again
+        )
         counters[Count.KEPT_BLOCKS] += num_kept
-        counters[Count.SPILLED_BLOCKS] += len(written) - num_kept
-        counters[Count.DROPPED_SPILLS_REFUSED] += len(slots) - len(written)
+        counters[Count.SPILLED_BLOCKS] += num_written - num_kept
+        counters[Count.DROPPED_SPILLS_REFUSED] += len(again) - len(waiting)
         if self._evicted_only:
-            spill.lease.release(first=spill.lease.slots)
+            spill.lease.release(first=[s for s in spill.lease.slots if s not in waiting])
         else:
             spill.lease.release()
+
+    def _try_again(self, spill: Spill, again: Mapping[int, int]) -> set[int]:
+        """Let what failed wait for its next try; return the slots of what does."""
+        waiting: set[int] = set()
+        if not again or spill.epoch != self._epoch:
+            return waiting
+        for place, write in enumerate(spill.writes):
+            tiers = again.get(place, 0)
+            if not tiers:
+                continue
+            if self.retries.add(write, tiers, self._now_s):
+                waiting.add(write.slot)
+            elif self._hit_only:
+                self._spilled.pop(write.slot, None)  # no tier has it: the next hit offers it again
+        return waiting
 
     def forget(self) -> None:
         """Spill nothing of what waits; what is in flight goes on."""
         self._queue.clear()
+        self.retries.clear()
+        self._epoch += 1
         self._spilled.clear()
 
     def give_up(self) -> None:
@@ -239,3 +282,8 @@ class Spills:
     def is_waiting(self) -> bool:
         """Whether blocks wait for a spill that a plan can name."""
         return bool(self._queue) and not self.ledger.in_flight
+
+    @property
+    def retries_soon(self) -> bool:
+        """Whether blocks are written again so soon that an idle engine goes on for them."""
+        return self.retries.keeps_awake and not self.ledger.in_flight

@@ -126,7 +126,7 @@ class Tiers(Part):
             self._promotions.begin(generation)
             fetches = self.fetches.plan()
         probes = self._probes.plan(generation) if self._probes_waiting else ()
-        spills = self.spills.plan(generation)
+        spills = self.spills.plan(generation, now_s)
         is_waiting = bool(self.fetches or self.spills)
         if self._has_news or not is_waiting:
             self._has_news, self._last_news_s = False, now_s
@@ -136,6 +136,7 @@ class Tiers(Part):
         looks = self.spills.looks or self.spills.is_waiting
         if looks or self._wanting or self._probes_waiting or self._noted:
             self._due_s = AT_ONCE
+        self._due_s = min(self._due_s, self.spills.retries.due_s)
         if not (probes or fetches or spills):
             return NO_MESSAGES
         return TierMessages(probes, fetches, spills)
@@ -243,7 +244,7 @@ class Tiers(Part):
         Not for what is stuck: when it ends, the next step notices. And not for look-ups: their
         requests keep vLLM stepping.
         """
-        if self.spills.is_waiting:
+        if self.spills.is_waiting or self.spills.retries_soon:
             return True
         return not self._is_stuck and bool(self.fetches or self.spills)
 

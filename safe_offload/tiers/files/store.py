@@ -56,6 +56,7 @@ PATIENCE_S: Final = 30.0
 _PAUSE_S: Final = 0.1
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_NOT_OURS: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
 
@@ -214,14 +215,16 @@ class FileStore(Store):
 
     def _work_off(self, batch: Batch, work: Work) -> None:
         """Do objects of a batch until none is left."""
+        rest = Result.FAILED
         try:
             with _Visit(self._place) as visit:
                 for index in batch.take_left():
                     batch.results[index] = self._do(work, visit, batch, index)
         except OSError as error:
             self._log.failure(error)
+            rest = _failed(error)
         finally:
-            batch.settle(batch.take_left(), Result.FAILED)
+            batch.settle(batch.take_left(), rest)
 
     def _do(self, work: Work, visit: _Visit, batch: Batch, index: int) -> Result:
         num_counts = self._capacity.num_counts
@@ -231,7 +234,7 @@ class FileStore(Store):
             if error.errno in _NO_ROOM:
                 return self._make_room(error, num_counts)
             self._log.failure(error)
-            return Result.FAILED
+            return _failed(error)
 
     def _make_room(self, error: OSError, num_counts: int) -> Result:
         """A write found the file system full: evict a batch, once until a write works again."""
@@ -350,6 +353,10 @@ class FileStore(Store):
                 self._capacity.close(visit.root_fd)
         except OSError as error:
             logger.debug("%s: what was taken ahead stays taken: %s", self.label, error)
+
+
+def _failed(error: OSError) -> Result:
+    return Result.REFUSED if error.errno in _NOT_OURS else Result.FAILED
 
 
 class _Place:

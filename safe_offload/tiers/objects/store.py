@@ -40,6 +40,7 @@ ABSENT_S: Final = 60.0
 _NAMES_MAX: Final = 1 << 16
 
 _ABSENT: Final = (Problem.NOT_FOUND,)
+_REFUSALS: Final = {Problem.FULL: Result.FULL, Problem.DENIED: Result.REFUSED}
 _NEW: Final = (Problem.EXISTS, Problem.UNSUPPORTED)
 
 T = TypeVar("T")
@@ -125,7 +126,7 @@ class BucketStore(Store):
             if index is None:
                 return False
             result = batch.results[index] = await work(batch, index)
-            num_failed += result is Result.FAILED
+            num_failed += result in (Result.FAILED, Result.REFUSED)
             if num_failed > self._connections.number:
                 batch.settle(batch.take_left(), Result.FAILED)
             return True
@@ -175,7 +176,7 @@ class BucketStore(Store):
         try:
             result = await self._put_new(self.key_of(name), data, may_replace=is_bad)
         except StoreError as error:
-            return Result.FULL if error.kind is Problem.FULL else Result.FAILED
+            return _REFUSALS.get(error.kind, Result.FAILED)
         self._note_seen(name)
         return result
 

@@ -52,6 +52,7 @@ TEXT_BYTES_MAX: Final = 192 * KIB
 
 T = TypeVar("T")
 _NO_TOUCH: Final = (b"CLIENT", b"NO-TOUCH", b"ON")
+_REFUSALS: Final = {"OOM": Result.FULL, "NOPERM": Result.REFUSED}
 _STRANGE: Final = ErrorReply("ERR", "")
 """Stands for an answer of another kind than was asked for."""
 
@@ -245,7 +246,7 @@ class ValkeyStore(Store):
         self._log.refusal(problem.code)
         if problem.code in ("NOPERM", "READONLY"):
             self._reads_extend = False  # the user may read, but not prolong
-        return Result.FULL if problem.code == "OOM" else Result.FAILED
+        return _REFUSALS.get(problem.code, Result.FAILED)
 
     # ---- writing ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.protocol import (
+    ALL_TIERS,
     EMPTY_PLAN,
     FailureReason,
     Keys,
@@ -40,7 +41,10 @@ class StandInTier:
     held: set[str] = field(default_factory=set)
     # Hashes that are there and do not come, by rank.
     lost: set[tuple[int, bytes]] = field(default_factory=set)
-    refused: bool = False  # nothing is taken
+    refused: bool = False  # nothing is taken, now or later
+    # What is not taken, by rank and hash, although it may be later: asked for each write.
+    fails: Callable[[int, bytes], bool] = lambda *_: False
+    again: int = ALL_TIERS  # which tiers have failed to take that
     failure: FailureReason | None = None  # of all fetches and spills
     number: int = 1  # which of the tiers it stands for, when it is asked what it has
 
@@ -123,11 +127,13 @@ class TierRig(Rig):
         if tier.failure is not None:
             return StepReport((Outcome(rank, message.transfer_id, tier.failure),))
         host = self.devices[rank].memory.host
-        missing = []
+        missing, again = [], b""
         for index, (place, slot) in enumerate(zip(places, message.slot_ids, strict=True)):
             if kind == "spill":
-                if tier.refused:
+                is_failed = tier.fails(rank, place[3])
+                if tier.refused or is_failed:
                     missing.append(index)
+                    again += bytes([0 if tier.refused else tier.again])
                 else:
                     tier.objects[place] = list(host[slot])
             elif place not in tier.objects or (rank, place[3]) in tier.lost:
@@ -135,7 +141,7 @@ class TierRig(Rig):
                 host[slot][:] = [None] * len(host[slot])
             else:
                 host[slot][:] = tier.objects[place]
-        return StepReport((Outcome(rank, message.transfer_id, None, tuple(missing)),))
+        return StepReport((Outcome(rank, message.transfer_id, None, tuple(missing), again),))
 
 
 def places_of(rank: int, generation: str, keys: Keys) -> list[Place]:

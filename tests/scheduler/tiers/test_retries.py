@@ -1,0 +1,249 @@
+"""Writes to a tier that failed, and are tried again while the host has their blocks."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig
+from safe_offload.protocol import ALL_TIERS, FailureReason
+from safe_offload.scheduler.tiers.retries import NUM_AWAKE, PAUSES_S, Retries, Write
+from safe_offload.scheduler.tiers.tiers import Tiers
+from tests.counts import num_failed
+from tests.scheduler.parts import part_of
+from tests.scheduler.tiers.tier_rig import WAIT_S, StandInTier, TierRig
+from tests.simulator.groups import BLOCK_TOKENS
+
+MakeTierRig = Callable[..., TierRig]
+NUM_TRIES = 1 + len(PAUSES_S)
+TIER = TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S)
+LARGE: dict[str, Any] = {"num_blocks": 600, "num_slots": 1600, "max_model_len": 2048}
+REFUSED = 'dropped_spill_blocks{reason="refused"}'
+EVICTED = 'dropped_spill_blocks{reason="evicted"}'
+
+
+@pytest.fixture
+def make_tiers():
+    rigs: list[TierRig] = []
+
+    def make(**options: Any) -> TierRig:
+        usual = {"num_blocks": 60, "num_slots": 200, "max_seqs": 16, "max_batched_tokens": 512}
+        rigs.append(TierRig(**{**usual, **options}))
+        rigs[-1].start()
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def tries(rig: TierRig) -> Counter[bytes]:
+    """How often each block was written."""
+    return Counter(h for spill in rig.spills for h in spill.keys.hashes)
+
+
+def settle(rig: TierRig) -> None:
+    """Let all pauses pass."""
+    rig.drain()
+    retries = part_of(rig.planner, Tiers).spills.retries
+    for number in range(200):
+        if not len(retries):
+            break
+        rig.clock.advance(max(0.0, retries.due_s - rig.clock.now_s) + 0.1)
+        rig.run_alone(f"wake{number}", [1, 2], max_tokens=1)
+        rig.drain()
+
+
+def test_one_write_in_thirty_fails_and_another_engine_hits_all_of_a_prompt(make_tiers):
+    for seed in range(20):
+        stream, num_tokens = Random(seed), 300 * BLOCK_TOKENS
+        tier = StandInTier(fails=lambda *_, stream=stream: stream.random() < 1 / 30)
+        first = make_tiers(tier=tier, **LARGE)
+        first.run_alone("a", first.prompt(num_tokens + 1, 1), max_tokens=1)
+        first.drain()
+        assert first.counts["retried_spill_blocks"] > 0
+        assert first.counts[REFUSED] == 0
+        second = make_tiers(tier=tier, **LARGE)
+        assert second.run_alone("b", second.prompt(num_tokens + 1, 1)) == num_tokens
+
+
+@pytest.mark.parametrize("failure", [None, FailureReason.COPY_FAILED])
+def test_a_block_that_no_tier_takes_has_so_many_tries_and_then_no_more(make_tiers, failure):
+    rig = make_tiers()
+    rig.tier.failure, rig.tier.fails = failure, lambda *_: True
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    settle(rig)
+    assert set(tries(rig).values()) == {NUM_TRIES}
+    assert rig.counts["retried_spill_blocks"] == 8 * len(PAUSES_S)
+    assert rig.counts[REFUSED] == 8
+    assert rig.counts["spilled_blocks"] == 0
+    assert num_failed(rig.counts, "spill") == (NUM_TRIES if failure else 0)
+    rig.check_idle()
+    assert rig.planner.gauges()["leased_slots"] == 0
+
+
+def test_what_a_tier_refuses_is_written_once(make_tiers):
+    rig = make_tiers()
+    rig.tier.refused = True
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    settle(rig)
+    assert set(tries(rig).values()) == {1}
+    assert rig.counts[REFUSED] == 8
+    assert rig.counts["retried_spill_blocks"] == 0
+
+
+def test_what_failed_first_is_written_before_what_is_new(make_tiers):
+    """Of a prompt, so, the head; while few spills are under way there is time for it."""
+    rig = make_tiers(num_slots=64)
+    rig.tier.fails = lambda *_: True
+    rig.add("a", rig.prompt(65, 1), max_tokens=1)
+    rig.step_until(lambda: len(rig.spills) == 1)
+    rig.tier.held = {"spill"}
+    rig.step_until(lambda: len(rig.spills) == 2)
+    rig.tier.fails = lambda *_: False
+    rig.finish()
+    head, second, *later = rig.spills
+    assert second.keys == head.keys
+    assert not {*head.keys.hashes}.intersection(*(spill.keys.hashes for spill in later))
+    assert rig.counts["spilled_blocks"] == 16
+
+
+def test_what_the_host_evicts_meanwhile_is_not_written(make_tiers):
+    rig = make_tiers(num_slots=16)
+    rig.tier.fails = lambda *_: True
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    for number in range(3):
+        rig.step()
+        rig.run_alone(f"b{number}", rig.prompt(65, 10 + number), max_tokens=1)
+    settle(rig)
+    assert rig.counts[EVICTED] > 0
+    assert max(tries(rig).values()) <= NUM_TRIES
+    assert rig.counts[EVICTED] + rig.counts[REFUSED] == rig.counts["stored_blocks"]
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_after_a_reset_nothing_of_before_is_written(make_tiers, under_way):
+    rig = make_tiers()
+    rig.tier.fails = lambda *_: True
+    rig.add("a", rig.prompt(33, 1), max_tokens=1)
+    rig.step_until(lambda: bool(rig.spills))
+    if under_way:
+        rig.tier.held = {"spill"}
+        rig.step_until(lambda: len(rig.spills) == 2)
+    rig.step_until(lambda: not rig.scheduler.requests)
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    num_before = len(rig.spills)
+    rig.finish()
+    settle(rig)
+    assert len(rig.spills) == num_before
+    rig.check_idle()
+
+
+def test_an_idle_engine_does_not_step_for_the_long_pauses(make_tiers):
+    rig = make_tiers()
+    rig.tier.fails = lambda *_: True
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    began_s = rig.clock.now_s
+    rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
+    assert rig.clock.now_s - began_s < PAUSES_S[NUM_AWAKE]
+    assert set(tries(rig).values()) == {1 + NUM_AWAKE}
+    rig.tier.fails = lambda *_: False
+    rig.clock.advance(PAUSES_S[NUM_AWAKE])
+    rig.run_alone("b", rig.prompt(5, 2), max_tokens=1)
+    rig.drain()
+    assert rig.counts["spilled_blocks"] == 8 + 1
+    rig.check_idle()
+
+
+def test_a_pause_costs_no_plan(make_tiers, monkeypatch):
+    rig = make_tiers()
+    rig.tier.fails = lambda *_: True
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
+    monkeypatch.setattr(Retries, "take", lambda *_: pytest.fail("nothing is due"))
+    for _ in range(10):
+        rig.clock.advance(0.1)
+        rig.step()
+
+
+def test_only_the_tiers_that_failed_are_written_to_again(make_tiers):
+    rig = make_tiers(tiers=(TIER, replace(TIER, location=Location("file", "/far"))))
+    turn = itertools.count()
+    rig.tier.fails, rig.tier.again = lambda *_: next(turn) < 3, 0b10
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    rig.drain()
+    first, second = rig.spills
+    assert (first.targets, second.targets) == (b"", bytes([0b10] * 3))
+    assert second.keys.hashes == first.keys.hashes[:3]
+
+
+def test_a_block_that_one_rank_could_not_write_is_written_by_all_again(make_tiers):
+    rig = make_tiers(tensor_ranks=2)
+    turn = itertools.count()
+    rig.tier.fails = lambda rank, _: rank == 1 and next(turn) < 3
+    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    rig.drain()
+    assert sorted(tries(rig).values()) == [1] * 5 + [2] * 3
+    assert rig.counts["spilled_blocks"] == 8
+
+
+def test_what_failed_to_the_end_is_offered_with_the_next_hit(make_tiers):
+    rig = make_tiers(tiers=(replace(TIER, store="hit"),))
+    rig.tier.fails = lambda *_: True
+    for name in "ab":
+        rig.run_alone(name, rig.prompt(33, 1), max_tokens=1)
+        rig.forget_gpu_cache()
+    settle(rig)
+    assert rig.counts[REFUSED] == 8
+    rig.tier.fails = lambda *_: False
+    rig.run_alone("c", rig.prompt(33, 1), max_tokens=1)
+    rig.drain()
+    assert rig.counts["spilled_blocks"] == 8
+
+
+def test_a_slot_whose_write_failed_is_not_evicted_first(make_tiers):
+    rig = make_tiers(num_slots=64, tiers=(replace(TIER, store="evicted"),))
+    stream = Random(1)
+    rig.tier.fails = lambda *_: stream.random() < 0.3
+    for number in range(40):
+        rig.run_alone(f"r{number}", rig.prompt(17, number), max_tokens=1)
+        rig.step()
+        rig.step()
+    rig.drain()
+    assert rig.counts["retried_spill_blocks"] > 0
+    assert rig.counts[EVICTED] == rig.counts[REFUSED] == 0
+    rig.check_idle()
+
+
+# ---- what waits --------------------------------------------------------------------------------
+
+
+def write(slot: int, num_failures: int = 0) -> Write:
+    return Write(slot, 0, bytes([slot]), 0, ALL_TIERS, num_failures)
+
+
+def test_what_failed_most_often_is_due_first_and_nothing_before_its_pause():
+    retries = Retries()
+    assert retries.add(write(1), ALL_TIERS, 10.0)
+    assert retries.add(write(2), ALL_TIERS, 10.0)
+    assert retries.add(write(3, 1), 0b1, 10.0)
+    assert retries.due_s == 10.0 + PAUSES_S[0]
+    assert [each.slot for each in retries.take(1, 10.0)] == [1]
+    later_s = 10.0 + PAUSES_S[1]
+    assert [(each.slot, each.targets) for each in retries.take(9, later_s)] == [(3, 1), (2, 255)]
+    assert not len(retries)
+    assert retries.due_s == float("inf")
+
+
+def test_what_waits_is_bounded_and_the_first_stay(monkeypatch):
+    monkeypatch.setattr("safe_offload.scheduler.tiers.retries.WAITING_MAX", 2)
+    retries = Retries()
+    assert [retries.add(write(slot), ALL_TIERS, 0.0) for slot in (1, 2, 3)] == [True, True, False]
+    assert retries.discard([2, 3]) == 1
+    assert [each.slot for each in retries.take(9, 0.0)] == [1]
