@@ -304,6 +304,7 @@ class _Draw:
                 num_objects_max=self._one_of((0, 0, 20, 60), "tier objects", index),
                 latency_ticks=self._one_of((0, 0, 10, 60, 200), "tier latency", index),
                 is_local=index < count - 1 and self._is_on("local tier"),
+                fails_one_in=self._one_of((0, 0, 0, 3, 30), "tier fails", index),
             )
             for index in range(count)
         )

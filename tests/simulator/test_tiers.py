@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
 from tests.simulator.events import Abort, FaultKind
 from tests.simulator.profiles import PROFILES, Profile
-from tests.simulator.run import Fleet, findings_of, make_stores
+from tests.simulator.run import Fleet, findings_of, make_stores, run
 from tests.simulator.tiers import (
     CUT_TICKS_MAX,
     ObjectStore,
@@ -286,6 +287,28 @@ def test_what_an_engine_with_other_weights_has_written_is_noticed(monkeypatch):
     findings = findings_of(shared_profile(num_resets=8), range(6))
     assert findings
     assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings
+
+
+# ---- what fails is written again ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiers", "tiers-hybrid-lazy", "tiers-shared", "tiers-far"])
+def test_of_writes_of_which_one_in_thirty_fails_all_are_there_in_the_end(name):
+    profile = replace(PROFILES[name], faults={})
+    profile = replace(profile, tiers=tuple(replace(t, fails_one_in=30) for t in profile.tiers))
+    counts: Counter[str] = Counter()
+    for seed in range(3):
+        fleet = Fleet(profile, seed, make_events(profile, seed), make_stores(profile))
+        fleet.go()
+        fleet.close()
+        for each in fleet.runs:
+            counts.update(each.core.counts)
+    assert counts["retried_spill_blocks"] > 0
+    assert counts['dropped_spill_blocks{reason="refused"}'] == 0
+
+
+def test_where_tiers_fail_in_every_way_writes_are_tried_again():
+    assert sum(run("tiers-faults", seed).counts["retried_spill_blocks"] for seed in range(3)) > 0
 
 
 # ---- what checkers make of it ------------------------------------------------------------------

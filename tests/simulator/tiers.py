@@ -89,6 +89,7 @@ class TierOptions:
     num_objects_max: int = 0  # it evicts what was used least recently beyond this many; 0: never
     latency_ticks: int = 0  # nothing happens to an operation before about this many
     is_local: bool = False  # each engine has one of its own
+    fails_one_in: int = 0  # of the objects that are written; 0: none
 
 
 @dataclass(slots=True)
@@ -382,7 +383,7 @@ class SimTier:
 
     def _open(self, operation: Operation, index: int) -> None:
         """Begin an object, or find out that there is nothing to be done."""
-        name = operation.names[index]
+        name, one_in = operation.names[index], self.store.options.fails_one_in
         if operation.fault is TierFault.LOSE and operation.happens():
             operation.results[index] = operation.stream.choice(LOSSES[operation.task])
         elif operation.task is Task.FETCH:
@@ -395,6 +396,8 @@ class SimTier:
             self.on_fetched(self._device.rank, slot_id, stored)
         elif name in self.store.objects:
             operation.results[index] = Result.PRESENT
+        elif one_in and operation.stream.randrange(one_in) == 0:
+            operation.results[index] = Result.FAILED
         else:
             epoch = self.epoch_of(operation.views[index].slot_id)
             operation.opened[index] = StoredObject([], epoch, self._engine)

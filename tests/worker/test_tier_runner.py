@@ -354,6 +354,52 @@ def test_a_spill_goes_to_every_tier_and_is_missing_only_where_none_took_it(make_
     assert rig.outcome(2) == ()
 
 
+AGAIN = (
+    (Result.FAILED, 0b1),
+    (Result.CANCELLED, 0b1),
+    (Result.ABSENT, 0b1),
+    (Result.FULL, 0),
+    (Result.STILL_FULL, 0),
+    (Result.REFUSED, 0),
+    (Result.UNREADABLE, 0),
+)
+
+
+@pytest.mark.parametrize(("result", "again"), AGAIN)
+def test_what_failed_is_to_be_written_again_and_what_was_refused_is_not(make_rig, result, again):
+    rig = make_rig()
+    rig.tier.answers["spill"] = [[result, result]]
+    assert rig.spill(1, [0, 1], A, B) == (0, 1)
+    assert rig.outcomes[-1].again == bytes([again, again])
+
+
+def test_what_is_full_while_others_find_room_is_written_again_if_no_tier_has_it(make_rig):
+    rig, near, far = two_tiers(make_rig)
+    near.answers["spill"] = [[Result.FULL, Result.FULL, Result.DONE]]
+    far.answers["spill"] = [[Result.DONE, Result.FAILED, Result.DONE]]
+    assert rig.spill(1, [0, 1, 2], A, B, C) == (1,)
+    assert rig.outcomes[-1].again == bytes([0b11])
+
+
+def test_a_tier_that_is_left_alone_is_written_to_later(make_rig):
+    rig = make_rig()
+    rig.fail("spill")
+    assert rig.spill(1, [0], A) == (0,)
+    assert rig.outcomes[-1].again == bytes([0b1])
+
+
+def test_what_one_of_several_tiers_failed_to_take_goes_to_that_one_only(make_rig):
+    rig, near, far = two_tiers(make_rig)
+    far.answers["spill"] = [[Result.DONE, Result.FAILED]]
+    assert rig.spill(1, [0, 1], A, B) == (1,)
+    assert rig.outcomes[-1].again == bytes([0b10])
+    num_calls = len(near.calls)
+    rig.runner.spill(TierTransfer(2, keys(B), ids_of([1]), targets=rig.outcomes[-1].again))
+    assert rig.outcome(2) == ()
+    assert len(near.calls) == num_calls
+    assert far.calls[-1] == "spill 1"
+
+
 def test_a_tier_is_told_whose_each_object_is_that_this_rank_writes(make_rig):
     rig, marks = make_rig(share=Share(1, 2)), ids_of([7, 8, 9, 0])
     message = keys(A, B, C, D), ids_of([0, 1, 2, 3])

@@ -57,12 +57,13 @@ class Retries:
     def add(self, write: Write, tiers: int, now_s: float) -> bool:
         """Try a write that has failed again in these tiers; return False if it has had its tries.
 
-        The slot of a write that waits holds nothing else.
+        What its slot held before is forgotten.
         """
         number = write.num_failures
         if number >= len(PAUSES_S) or len(self) >= WAITING_MAX:
             return False
         write = write._replace(targets=tiers, num_failures=number + 1)
+        self._waiting[number].pop(write.slot, None)
         self._waiting[number][write.slot] = now_s + PAUSES_S[number], write
         return True
 

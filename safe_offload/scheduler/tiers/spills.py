@@ -16,7 +16,7 @@ would evict others' objects, or be refused again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
@@ -233,25 +233,27 @@ class Spills:
         if spill.failure is not None:
             counters[FAILED_SPILLS[spill.failure]] += 1
             again = dict.fromkeys(range(len(spill.writes)), ALL_TIERS)
-        waiting = self._try_again(spill, again)
+        waiting, dropped = set[int](), Count.DROPPED_SPILLS_REFUSED
+        if spill.epoch != self._epoch:
+            dropped = Count.DROPPED_SPILLS_EVICTED
+        elif again:
+            waiting = self._try_again(spill.writes, again)
         num_written = len(spill.writes) - len(again)
         num_kept = sum(
             write.origin > 0 for place, write in enumerate(spill.writes) if place not in again
         )
         counters[Count.KEPT_BLOCKS] += num_kept
         counters[Count.SPILLED_BLOCKS] += num_written - num_kept
-        counters[Count.DROPPED_SPILLS_REFUSED] += len(again) - len(waiting)
+        counters[dropped] += len(again) - len(waiting)
         if self._evicted_only:
             spill.lease.release(first=[s for s in spill.lease.slots if s not in waiting])
         else:
             spill.lease.release()
 
-    def _try_again(self, spill: Spill, again: Mapping[int, int]) -> set[int]:
+    def _try_again(self, writes: Sequence[Write], again: Mapping[int, int]) -> set[int]:
         """Let what failed wait for its next try; return the slots of what does."""
         waiting: set[int] = set()
-        if not again or spill.epoch != self._epoch:
-            return waiting
-        for place, write in enumerate(spill.writes):
+        for place, write in enumerate(writes):
             tiers = again.get(place, 0)
             if not tiers:
                 continue

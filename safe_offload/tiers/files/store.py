@@ -56,7 +56,7 @@ PATIENCE_S: Final = 30.0
 _PAUSE_S: Final = 0.1
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-_NOT_OURS: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
 
@@ -222,7 +222,7 @@ class FileStore(Store):
                     batch.results[index] = self._do(work, visit, batch, index)
         except OSError as error:
             self._log.failure(error)
-            rest = _failed(error)
+            rest = self._failed(work, error)
         finally:
             batch.settle(batch.take_left(), rest)
 
@@ -234,7 +234,11 @@ class FileStore(Store):
             if error.errno in _NO_ROOM:
                 return self._make_room(error, num_counts)
             self._log.failure(error)
-            return _failed(error)
+            return self._failed(work, error)
+
+    def _failed(self, work: Work, error: OSError) -> Result:
+        is_refused = work == self._write and error.errno in _NOT_WRITABLE
+        return Result.REFUSED if is_refused else Result.FAILED
 
     def _make_room(self, error: OSError, num_counts: int) -> Result:
         """A write found the file system full: evict a batch, once until a write works again."""
@@ -353,10 +357,6 @@ class FileStore(Store):
                 self._capacity.close(visit.root_fd)
         except OSError as error:
             logger.debug("%s: what was taken ahead stays taken: %s", self.label, error)
-
-
-def _failed(error: OSError) -> Result:
-    return Result.REFUSED if error.errno in _NOT_OURS else Result.FAILED
 
 
 class _Place:

@@ -52,7 +52,6 @@ TEXT_BYTES_MAX: Final = 192 * KIB
 
 T = TypeVar("T")
 _NO_TOUCH: Final = (b"CLIENT", b"NO-TOUCH", b"ON")
-_REFUSALS: Final = {"OOM": Result.FULL, "NOPERM": Result.REFUSED}
 _STRANGE: Final = ErrorReply("ERR", "")
 """Stands for an answer of another kind than was asked for."""
 
@@ -234,7 +233,9 @@ class ValkeyStore(Store):
 
         await self._flow(keyed, queue, node, (ask, judge))
 
-    def _refused(self, batch: Batch, index: int, problem: ErrorReply) -> Result:
+    def _refused(
+        self, batch: Batch, index: int, problem: ErrorReply, *, is_write: bool = False
+    ) -> Result:
         """Return what becomes of an object for which the server answered an error."""
         if problem.code == "MOVED":
             batch.left.append(index)
@@ -246,7 +247,9 @@ class ValkeyStore(Store):
         self._log.refusal(problem.code)
         if problem.code in ("NOPERM", "READONLY"):
             self._reads_extend = False  # the user may read, but not prolong
-        return _REFUSALS.get(problem.code, Result.FAILED)
+        if problem.code == "NOPERM" and is_write:
+            return Result.REFUSED
+        return Result.FULL if problem.code == "OOM" else Result.FAILED
 
     # ---- writing ------------------------------------------------------------------------------
 
@@ -273,7 +276,7 @@ class ValkeyStore(Store):
         absent: deque[int] = deque()
         for index, line in zip(chunk, lines, strict=True):
             if isinstance(line, ErrorReply):
-                batch.results[index] = self._refused(batch, index, line)
+                batch.results[index] = self._refused(batch, index, line, is_write=True)
             elif line == 0 or batch.is_bad(index):
                 absent.append(index)
             else:
@@ -286,7 +289,7 @@ class ValkeyStore(Store):
 
         async def judge(index: int, reply: list[Line]) -> Result:
             if isinstance(reply[0], ErrorReply):
-                return self._refused(batch, index, reply[0])
+                return self._refused(batch, index, reply[0], is_write=True)
             return Result.DONE
 
         try:

@@ -191,7 +191,7 @@ async def test_a_namespace_of_another_user_is_not_used(make, root, package_log):
     with pytest.raises(PermissionError, match="Fix: run the engines"):
         await tier.probe([name_of(1)])
     assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.FAILED
-    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.FAILED
+    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.REFUSED
     assert any("belongs to user 65534" in line for line in said(package_log))
 
 
@@ -204,7 +204,7 @@ async def test_a_directory_that_cannot_be_written_can_be_read(other_user, make, 
     for folder in folders:
         folder.chmod(0o500)
     assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.DONE
-    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.FAILED
+    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.REFUSED
     assert any("failed to read or write" in line for line in said(package_log))
     for folder in folders:
         folder.chmod(0o700)
@@ -256,7 +256,7 @@ async def test_a_read_only_file_system_is_read(make, tmp_path, package_log):
         tier = make(folder)
         assert await tier.probe([name_of(1)]) == [True]
         assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.DONE
-        assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.FAILED
+        assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.REFUSED
         assert any("Read-only file system" in line for line in said(package_log))
         remount(folder, "rw")
         assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.DONE

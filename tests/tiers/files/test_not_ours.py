@@ -66,7 +66,7 @@ def shared(base: Path, mode: int = 0o2775) -> Path:
 
 async def is_refused(tier: SealedTier, log: list[logging.LogRecord], *words: str) -> None:
     """Nothing is read or written, and the log says why, and how to mend it."""
-    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.FAILED
+    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.REFUSED
     lines = [line for line in said(log) if "Fix: " in line]
     assert lines
     for word in words:

@@ -306,7 +306,7 @@ async def test_no_secret_is_shown(bucket, url, caplog):
     guarded = GuardedTier(tier_at(config), config, lambda generation: SPACE, slot_bytes=4096)
     names = [name_of(1)]
     assert await guarded.fetch(names, [slot_of((4096,))]) == [Result.FAILED]
-    assert await guarded.spill(names, [slot_of((4096,))]) == [Result.FAILED]
+    assert await guarded.spill(names, [slot_of((4096,))]) == [Result.REFUSED]
     assert await guarded.probe(names) is None
     with pytest.raises(OSError, match="access denied") as caught:
         await guarded.tier.probe(names)

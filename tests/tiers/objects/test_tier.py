@@ -93,7 +93,7 @@ async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
     tier, names = tier_at(config), [name_of(number) for number in range(5)]
     slots = [filled((4096,))] * 5
-    assert await tier.spill(names, slots) == [Result.FAILED] * 5
+    assert await tier.spill(names, slots) == [Result.REFUSED] * 5
     assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.FAILED] * 5
     with pytest.raises(OSError, match="access denied"):
         await tier.probe(names)
@@ -114,7 +114,7 @@ async def test_who_may_only_read_reads(server, config, monkeypatch, caplog):
     tier = tier_at(config)
     assert await fetch_one(tier, name, target) is Result.DONE
     assert bytes_of(target) == bytes_of(source)
-    assert await spill_one(tier, name_of(3), source) is Result.FAILED
+    assert await spill_one(tier, name_of(3), source) is Result.REFUSED
     assert await fetch_one(tier, name_of(2), target) is Result.CORRUPT
     assert await tier.probe([name, name_of(2)]) == [True, False], "it could not be deleted"
     assert bad.head(path_in(name_of(2)))["size"] == 3

@@ -136,7 +136,7 @@ async def test_a_user_who_may_only_read_reads(server, make):
     assert await tier.probe([name_of(1), name_of(2)]) == [True, False]
     assert await fetch_one(tier, name_of(1), slot) is Result.DONE
     assert bytes_of(slot) == bytes_of(filled((512,), 1))
-    assert await spill_one(tier, name_of(2), filled((512,))) is Result.FAILED
+    assert await spill_one(tier, name_of(2), filled((512,))) is Result.REFUSED
 
     tier = make(f"redis://reader:any@{server.host_port}", ttl_s=60.0)
     assert await fetch_one(tier, name_of(1), slot) is Result.FAILED, "it may not prolong"
