@@ -10,8 +10,9 @@ TICKS_PER_STEP = 6
 """Of a device, about."""
 COPY_ROUNDS = 4
 """Copies that wait for one another in turn, at most, when the last request has been computed."""
-TIER_STEPS = 60
-"""In which a tier has taken what is still to be written to it."""
+TIER_STEPS = 240
+"""In which a tier has taken what is still to be written to it, or failed to so often that an idle
+engine waits no longer: four times."""
 
 
 class Settling:

@@ -16,8 +16,6 @@ from safe_offload.protocol import ALL_TIERS
 PAUSES_S: Final = (0.0, 1.0, 4.0, 16.0, 64.0)
 """Before each further try. They outlast a circuit breaker that opens, and a server that restarts.
 """
-NUM_AWAKE: Final = 3
-"""For so many of the pauses an idle engine goes on stepping."""
 WAITING_MAX: Final = 1 << 16
 """Blocks; those that fail when as many wait are not tried again."""
 
@@ -96,8 +94,3 @@ class Retries:
         """Forget all."""
         for waiting in self._waiting:
             waiting.clear()
-
-    @property
-    def keeps_awake(self) -> bool:
-        """Whether an idle engine steps for it."""
-        return any(self._waiting[:NUM_AWAKE])

@@ -16,6 +16,7 @@ would evict others' objects, or be refused again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
@@ -36,6 +37,9 @@ BATCH_BYTES_MAX = 64 << 20
 """Of one spill, of all ranks together."""
 BATCH_SHARE = 16
 """A spill leases at most one slot in this many; as many are looked at that are evicted next."""
+AWAKE_S = 10.0
+"""Without anything written, nor anything new to write, an idle engine steps no more for what is to
+be written again; it is when there is a request."""
 AHEAD_MAX = 4096
 """Slots that are looked at in one step: a millisecond."""
 
@@ -45,8 +49,9 @@ class Spills:
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
     came; those that have failed; the ledger; how often all that waits was forgotten (its epoch);
-    when a step was planned last; and, where not all is spilled, what tiers have of the slots or
-    have refused, and as of which version of the directory all that is to be looked at has been.
+    when a step was planned last, and when something was written or new; and, where not all is
+    spilled, what tiers have of the slots or have refused, and as of which version of the directory
+    all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
@@ -78,7 +83,7 @@ class Spills:
         self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
         self.retries = Retries()
-        self._epoch, self._now_s = 0, 0.0
+        self._epoch, self._now_s, self._moved_s = 0, 0.0, 0.0
         self.ledger: Ledger[Spill] = Ledger(context.transfer_ids, context.num_ranks)
         self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
@@ -202,6 +207,8 @@ class Spills:
             lease.release()
             return None
         slots, group_ids, hashes, origins, targets, failures = zip(*found, strict=True)
+        if 0 in failures:
+            self._moved_s = self._now_s
         if any(failures):
             self._counters[Count.RETRIED_SPILLS] += len(found) - failures.count(0)
         if self.looks:  # what tiers will not take is not offered again while the host has it
@@ -239,6 +246,8 @@ class Spills:
         elif again:
             waiting = self._try_again(spill.writes, again)
         num_written = len(spill.writes) - len(again)
+        if num_written:
+            self._moved_s = self._now_s
         num_kept = sum(
             write.origin > 0 for place, write in enumerate(spill.writes) if place not in again
         )
@@ -287,5 +296,11 @@ class Spills:
 
     @property
     def retries_soon(self) -> bool:
-        """Whether blocks are written again so soon that an idle engine goes on for them."""
-        return self.retries.keeps_awake and not self.ledger.in_flight
+        """Whether an idle engine goes on for what is to be written again."""
+        is_moving = self._now_s - self._moved_s <= AWAKE_S
+        return is_moving and bool(len(self.retries)) and not self.ledger.in_flight
+
+    @property
+    def due_s(self) -> float:
+        """When to plan again, if nothing happens before."""
+        return min(self.retries.due_s, self._moved_s + AWAKE_S if self.retries_soon else math.inf)

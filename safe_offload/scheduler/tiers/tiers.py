@@ -136,7 +136,7 @@ class Tiers(Part):
         looks = self.spills.looks or self.spills.is_waiting
         if looks or self._wanting or self._probes_waiting or self._noted:
             self._due_s = AT_ONCE
-        self._due_s = min(self._due_s, self.spills.retries.due_s)
+        self._due_s = min(self._due_s, self.spills.due_s)
         if not (probes or fetches or spills):
             return NO_MESSAGES
         return TierMessages(probes, fetches, spills)

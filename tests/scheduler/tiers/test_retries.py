@@ -11,8 +11,9 @@ import pytest
 
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
-from safe_offload.protocol import ALL_TIERS, FailureReason
-from safe_offload.scheduler.tiers.retries import NUM_AWAKE, PAUSES_S, Retries, Write
+from safe_offload.protocol import ALL_TIERS, FailureReason, StepReport
+from safe_offload.scheduler.tiers.retries import PAUSES_S, Retries, Write
+from safe_offload.scheduler.tiers.spills import AWAKE_S
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
 from tests.scheduler.parts import part_of
@@ -145,16 +146,33 @@ def test_after_a_reset_nothing_of_before_is_written(make_tiers, under_way):
     rig.check_idle()
 
 
-def test_an_idle_engine_does_not_step_for_the_long_pauses(make_tiers):
+def test_when_a_rank_has_died_nothing_waits_for_another_try(make_tiers):
+    rig = make_tiers()
+    rig.tier.fails, rig.tier.held = lambda *_: True, {"spill"}
+    rig.add("a", rig.prompt(33, 1), max_tokens=1)
+    rig.step_until(lambda: bool(rig.spills))
+    died = StepReport(lost_ranks=(0,))
+    rig.mutate_outputs.append(lambda _, outputs: rig.add_report(outputs[0], died))
+    rig.step()
+    rig.step()
+    assert rig.planner.statistics().is_disabled
+    rig.tier.held.clear()
+    rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=20)
+    assert len(rig.spills) == 1
+    rig.check_idle()
+
+
+def test_an_idle_engine_does_not_step_long_for_a_tier_that_takes_nothing(make_tiers):
     rig = make_tiers()
     rig.tier.fails = lambda *_: True
-    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
+    rig.add("a", rig.prompt(33, 1), max_tokens=1)
+    rig.step_until(lambda: bool(rig.spills))
     began_s = rig.clock.now_s
     rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
-    assert rig.clock.now_s - began_s < PAUSES_S[NUM_AWAKE]
-    assert set(tries(rig).values()) == {1 + NUM_AWAKE}
+    assert AWAKE_S <= rig.clock.now_s - began_s < AWAKE_S + 5
+    assert set(tries(rig).values()) == {4}
     rig.tier.fails = lambda *_: False
-    rig.clock.advance(PAUSES_S[NUM_AWAKE])
+    rig.clock.advance(PAUSES_S[3])
     rig.run_alone("b", rig.prompt(5, 2), max_tokens=1)
     rig.drain()
     assert rig.counts["spilled_blocks"] == 8 + 1
