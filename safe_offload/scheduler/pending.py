@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from safe_offload.protocol import ALL_TIERS, FailureReason
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.cache.leases import Lease
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.tiers.retries import Write
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -246,6 +245,23 @@ class FetchBatch:
         self.is_whole &= is_whole
         self.num_left -= 1
         return not self.num_left
+
+
+class Write(NamedTuple):
+    """A block in a slot that is to be written to tiers.
+
+    Attributes:
+        origin: the tier that has it, see `TierTransfer`.
+        targets: likewise.
+        num_failures: how often that has failed.
+    """
+
+    slot: int
+    group_idx: int
+    block_hash: bytes
+    origin: int
+    targets: int = ALL_TIERS
+    num_failures: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

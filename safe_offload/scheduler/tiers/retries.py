@@ -9,32 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
-from safe_offload.protocol import ALL_TIERS
+from safe_offload.scheduler.pending import Write
 
 PAUSES_S: Final = (0.0, 1.0, 4.0, 16.0, 64.0)
 """Before each further try. They outlast a circuit breaker that opens, and a server that restarts.
 """
 WAITING_MAX: Final = 1 << 16
 """Blocks; those that fail when as many wait are not tried again."""
-
-
-class Write(NamedTuple):
-    """A block in a slot that is to be written to tiers.
-
-    Attributes:
-        origin: the tier that has it, see `Spills`.
-        targets: see `TierTransfer`.
-        num_failures: how often that has failed.
-    """
-
-    slot: int
-    group_idx: int
-    block_hash: bytes
-    origin: int
-    targets: int = ALL_TIERS
-    num_failures: int = 0
 
 
 class Retries:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import FAILED_SPILLS, Count
 from safe_offload.protocol import ALL_TIERS, Keys, TierTransfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseKind
-from safe_offload.scheduler.pending import Ledger, Spill, Store
-from safe_offload.scheduler.tiers.retries import Retries, Write
+from safe_offload.scheduler.pending import Ledger, Spill, Store, Write
+from safe_offload.scheduler.tiers.retries import Retries
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.pending import Fetch

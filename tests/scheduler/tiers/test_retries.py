@@ -12,7 +12,8 @@ import pytest
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.protocol import ALL_TIERS, FailureReason, StepReport
-from safe_offload.scheduler.tiers.retries import PAUSES_S, Retries, Write
+from safe_offload.scheduler.pending import Write
+from safe_offload.scheduler.tiers.retries import PAUSES_S, Retries
 from safe_offload.scheduler.tiers.spills import AWAKE_S
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
