@@ -34,6 +34,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 BASE: Final = Path("/dev/shm")
 TABLE: Final = "table"
 ABOUT: Final = "about"
+ABOUT_BYTES_MAX: Final = 4096
 _PART: Final = re.compile(rf"{TABLE}|{ABOUT}|{NEW}|rank\d+")
 LAST_BYTES: Final = mmap.PAGESIZE
 MAKING_TIMEOUT_S: Final = 10.0
@@ -278,7 +279,13 @@ def find_pools() -> list[Pool]:
 
 
 def _look_at(path: Path) -> Pool:
-    about = (path / ABOUT).read_text(errors="replace") if (path / ABOUT).is_file() else ""
+    about = ""
+    with contextlib.suppress(OSError):
+        about_fd = os.open(path / ABOUT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            about = os.read(about_fd, ABOUT_BYTES_MAX).decode(errors="replace")
+        finally:
+            os.close(about_fd)
     size_bytes = sum(found.lstat().st_blocks * 512 for found in path.iterdir())
     table_path, is_used = str(path / TABLE), False
     with contextlib.suppress(FileNotFoundError):

@@ -18,8 +18,9 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
+from safe_offload.config.units import KIB
 from safe_offload.tiers.base import Name, Result
 
 FORMAT_VERSION: Final = 1
@@ -30,6 +31,12 @@ NAMESPACES_MAX: Final = 100
 """That are remembered; each reset may begin another."""
 HASH_BYTES_MAX: Final = 64
 DESCRIPTION_FILE: Final = "namespace.json"
+DESCRIPTION_BYTES_MAX: Final = 192 * KIB
+"""That are read of one: anyone may have written it."""
+KEY_BYTES_MAX: Final = 4096
+
+_DEPTH_MAX: Final = 8
+"""Of the facts of a description."""
 
 _MAGIC: Final = b"SafeKV\r\n"  # a transfer that changes ends of lines changes it
 # Magic, version, group, bytes of the namespace and of the key, bytes of the object, checksum.
@@ -81,10 +88,21 @@ def is_after_reset(described: bytes) -> bool:
 
 def _read_description(described: bytes) -> dict[str, Any]:
     try:
-        read = json.loads(described)
+        read = json.loads(described[:DESCRIPTION_BYTES_MAX], parse_constant=_refuse)
     except (ValueError, RecursionError):  # anyone may have written it
         return {}
-    return read if isinstance(read, dict) else {}
+    return read if isinstance(read, dict) and _is_flat(read) else {}
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and the infinities, which JSON does not have."""
+    raise ValueError(constant)
+
+
+def _is_flat(read: object, depth: int = 0) -> bool:
+    """Return whether what was read can be printed, copied and so on, however that is done."""
+    inside = read.values() if isinstance(read, dict) else read if isinstance(read, list) else ()
+    return depth < _DEPTH_MAX and all(_is_flat(each, depth + 1) for each in inside)
 
 
 # ---- names of files ---------------------------------------------------------------------------
@@ -221,7 +239,7 @@ def namespace_of_key(key: bytes) -> str:
 
 def _parts(key: bytes) -> tuple[str, str]:
     """Return the namespace and the file of a key, empty if it is none of ours."""
-    if not key.isascii():
+    if len(key) > KEY_BYTES_MAX or not key.isascii():
         return "", ""
     prefix, _, rest = key.decode().partition(":")
     namespace, _, file = rest.partition(":")

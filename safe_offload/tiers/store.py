@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PAGE_ITEMS = 1000
 """Of a walk, and of what an operator deletes at a time."""
+LISTED_MAX = 100_000
+"""Of namespaces."""
 
 
 class Item(NamedTuple):
@@ -106,7 +108,7 @@ class Store(ABC):
 
     @abstractmethod
     async def namespaces(self) -> list[str]:
-        """Return the names of all namespaces, in order."""
+        """Return the names of all namespaces, in order: what `listed` returns."""
 
     @abstractmethod
     def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
@@ -138,6 +140,17 @@ class Store(ABC):
     def description_key(self, namespace: str) -> str:
         """Return where the description of a namespace is, or would be."""
         return f"{namespace}/{DESCRIPTION_FILE}"
+
+
+def listed(found: Iterable[str]) -> list[str]:
+    """Return the namespaces among names, in order; the first LISTED_MAX that are found."""
+    names = set[str]()
+    for name in found:
+        if naming.is_namespace_folder(name):
+            names.add(name)
+        if len(names) >= LISTED_MAX:
+            break
+    return sorted(names)
 
 
 def pages(items: Iterable[T]) -> Iterator[list[T]]:

@@ -9,12 +9,13 @@ safe-offload cache ls node
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -24,12 +25,18 @@ from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
 from safe_offload.config.tiers import TierConfig
-from safe_offload.config.units import TIB, format_bytes
+from safe_offload.config.units import MIB, TIB, format_bytes
 from safe_offload.tiers import naming
+from safe_offload.tiers.files.directory import NotOursError
 from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
-from safe_offload.tiers.store import Item, pages
+from safe_offload.tiers.store import LISTED_MAX, Item, pages
 
 _BAD_SHOWN_MAX: Final = 20
+_NAMES_SHOWN_MAX: Final = 20
+_BAD_MAX: Final = 10_000
+"""Objects that are named in JSON."""
+_FACTS_BYTES_MAX: Final = 8 * MIB
+"""Of descriptions of which all facts are kept, for JSON; of others the model."""
 _PLACE_LENGTH_MAX: Final = 200
 
 # ---- arguments --------------------------------------------------------------------------------
@@ -89,10 +96,13 @@ def run_command(arguments: Namespace) -> int:
         done = f"while {place.progress.what}, after {place.progress}"
         raise KeyboardInterrupt(done) from None
     except OSError as error:
-        raise CacheError(
-            f"{place.label}: {error.strerror or error}. Fix: run this as the engines' user, on a "
-            "writable file system."
-        ) from error
+        problem, fix = (
+            error.strerror or error,
+            "run this as the engines' user, on a writable file system",
+        )
+        if isinstance(error, NotOursError):
+            problem, fix = error.problem, error.fix
+        raise CacheError(f"{place.label}: {problem}. Fix: {fix}.") from error
     finally:
         place.close()
     sys.stdout.write((json.dumps(document, indent=1) if arguments.json else text) + "\n")
@@ -153,10 +163,14 @@ class Listed:
 
 
 def _listed(place: Place) -> list[Listed]:
-    found = {
-        name: Listed(name, naming.facts_of(described), naming.is_after_reset(described))
-        for name, described in place.namespaces().items()
-    }
+    found, left_bytes = {}, _FACTS_BYTES_MAX
+    for name in place.namespaces():
+        described = place.description(name)
+        facts = naming.facts_of(described)
+        left_bytes -= len(described)
+        if left_bytes < 0:
+            facts = {"model": printable(str(facts["model"]))} if "model" in facts else {}
+        found[name] = Listed(name, facts, naming.is_after_reset(described))
     for item in _counted(place):
         if item.namespace in found:
             found[item.namespace].add(item)
@@ -186,9 +200,15 @@ def _ls(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     count = f"{len(listed)} namespace{'s' if len(listed) != 1 else ''}"
     num_objects = sum(each.num_objects for each in listed)
     total = f"{count}, {num_objects:,} objects, {format_bytes(total_bytes)} in {place.label}"
+    total += _more_than(listed)
     if not listed:
         return document, f"No engine has stored anything in {place.label}.", 0
     return document, "\n".join([*_table(rows), total]), 0
+
+
+def _more_than(namespaces: Sequence[object]) -> str:
+    """Return what to add where more namespaces may be there than are looked at."""
+    return "; more may be there" if len(namespaces) >= LISTED_MAX else ""
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -209,10 +229,14 @@ def _ago(now_s: float, at_s: float) -> str:
 
 
 def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
-    namespaces = place.namespaces()
     key_seal = open_seal(config.hmac_key_file)
-    seals = {name: _seal_for(each, key_seal) for name, each in namespaces.items()}
-    num_objects, size_bytes, num_sealed, bad = 0, 0, 0, []
+
+    @functools.lru_cache(LISTED_MAX)
+    def seal_of_namespace(namespace: str) -> Seal:
+        return _seal_for(place.description(namespace), key_seal)
+
+    num_objects, size_bytes, num_sealed, num_bad = 0, 0, 0, 0
+    bad: list[dict[str, str]] = []
     progress, total = place.progress, None
     if progress.is_shown:  # to look at all is short beside reading it
         total = sum(1 for _ in _counted(place))
@@ -221,7 +245,7 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         if item.is_temporary:
             continue
         try:
-            problem = place.problem_of(item, seals.get(item.namespace, key_seal))
+            problem = place.problem_of(item, seal_of_namespace(item.namespace))
         except FileNotFoundError:
             continue  # evicted meanwhile
         if problem == NOT_CHECKED:
@@ -230,8 +254,10 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         num_objects += 1
         size_bytes += item.size_bytes
         if problem:
-            bad.append({"file": item.key, "problem": problem})
-            progress.remark(f"{len(bad):,} bad")
+            num_bad += 1
+            progress.remark(f"{num_bad:,} bad")
+            if num_bad <= _BAD_MAX:
+                bad.append({"file": item.key, "problem": problem})
             if arguments.delete:
                 place.delete([item])
     is_well = not bad or arguments.delete
@@ -240,6 +266,7 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         "num_objects": num_objects,
         "size_bytes": size_bytes,
         "num_sealed": num_sealed,
+        "num_bad": num_bad,
         "bad": bad,
         "deleted": bool(bad) and arguments.delete,
     }
@@ -247,9 +274,9 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         f"{printable(each['file'], _PLACE_LENGTH_MAX)}: {each['problem']}"
         for each in bad[:_BAD_SHOWN_MAX]
     ]
-    if len(bad) > _BAD_SHOWN_MAX:
-        lines.append(f"… and {len(bad) - _BAD_SHOWN_MAX} more; --json prints all")
-    lines.append(f"{num_objects:,} objects, {format_bytes(size_bytes)} checked: {len(bad)} bad.")
+    if num_bad > _BAD_SHOWN_MAX:
+        lines.append(f"… and {num_bad - _BAD_SHOWN_MAX} more; --json prints {_BAD_MAX:,}")
+    lines.append(f"{num_objects:,} objects, {format_bytes(size_bytes)} checked: {num_bad} bad.")
     if bad:
         lines[-1] += (
             " They were deleted."
@@ -308,7 +335,7 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if (arguments.namespace is None) == (not arguments.all):
         raise CacheError("rm: no namespace given. Fix: add one that `ls` shows, or --all.")
     place.require_cache()
-    chosen = sorted(place.namespaces())
+    chosen = place.namespaces()
     if not arguments.all:
         chosen = [name for name in chosen if name.startswith(arguments.namespace)]
         if len(chosen) != 1 or not arguments.namespace:
@@ -320,11 +347,10 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
             )
     place.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
-    for namespace in chosen:
-        for batch in pages(place.items(namespace)):
-            for item in place.delete(batch):
-                num_objects += not item.is_temporary
-                size_bytes += 0 if item.is_temporary else item.size_bytes
+    for batch in pages(place.items("" if arguments.all else chosen[0])):
+        for item in place.delete(batch):
+            num_objects += not item.is_temporary
+            size_bytes += 0 if item.is_temporary else item.size_bytes
     place.forget(chosen)
     document = {
         "tier": place.label,
@@ -333,6 +359,9 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         "num_objects": num_objects,
         "size_bytes": size_bytes,
     }
-    names = ", ".join(chosen) or "nothing"
+    names = ", ".join(chosen[:_NAMES_SHOWN_MAX]) or "nothing"
+    if len(chosen) > _NAMES_SHOWN_MAX:
+        names += f" and {len(chosen) - _NAMES_SHOWN_MAX:,} more"
     deleted = "Would delete" if place.is_dry else "Deleted"
-    return document, f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
+    text = f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}"
+    return document, f"{text}{_more_than(chosen)}.", 0

@@ -6,7 +6,7 @@ import asyncio
 import io
 import time
 from array import array
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
-from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.store import Item, Store, pages
 
@@ -68,13 +68,14 @@ class Place:
         if not self._run(self._store.is_ours()):
             raise CacheError(f"{self.label} is not the directory of a tier. Fix: name one.")
 
-    def namespaces(self) -> Mapping[str, bytes]:
-        """Return the names of all namespaces, with the description of each or nothing."""
-        return {name: self._description(name) for name in self._run(self._store.namespaces())}
+    def namespaces(self) -> list[str]:
+        """Return the names of all namespaces, at most LISTED_MAX."""
+        return self._run(self._store.namespaces())
 
-    def _description(self, namespace: str) -> bytes:
+    def description(self, namespace: str) -> bytes:
+        """Return the description of a namespace, or nothing."""
         try:
-            return self._read(self._store.description_key(namespace), 0, self._store.piece_bytes)
+            return self._read(self._store.description_key(namespace), 0, DESCRIPTION_BYTES_MAX)
         except OSError:
             return b""
 

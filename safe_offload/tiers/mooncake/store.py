@@ -9,13 +9,18 @@ an object was used.
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import logging
+import tempfile
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
+from safe_offload.config.printing import printable
 from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import MIB, format_bytes
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError, Result
@@ -24,7 +29,7 @@ from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
 from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
 from safe_offload.tiers.mooncake.settings import complete
 from safe_offload.tiers.rare_log import RareLog
-from safe_offload.tiers.store import Item, Store, pages
+from safe_offload.tiers.store import Item, Store, listed, pages
 from safe_offload.tiers.waiting import outlast
 
 CHUNK_OBJECTS: Final = 256
@@ -45,6 +50,11 @@ DESCRIBED_S: Final = 600.0
 """Until when the master may have evicted a description, or was restarted."""
 PAGES_PORT: Final = 9003
 PAGES_TIMEOUT_S: Final = 10.0
+PAGES_WHOLE_S: Final = 120.0
+PAGES_BYTES_MAX: Final = 512 * MIB
+PAGES_PIECE_BYTES: Final = 64 << 10
+OBJECT_BYTES_MAX: Final = 256 * MIB
+"""Of what an operator reads, at once: anyone may have written objects of any length."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -62,7 +72,7 @@ class MooncakeStore(Store):
     """
 
     use = "WRITTEN"
-    piece_bytes = 1 << 40  # an object is read as a whole
+    piece_bytes = OBJECT_BYTES_MAX  # an object is read as a whole
 
     def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
@@ -199,12 +209,11 @@ class MooncakeStore(Store):
     # ---- operators ----------------------------------------------------------------------------
 
     async def namespaces(self) -> list[str]:
-        return sorted({naming.namespace_of_key(key) for key in await self._keys()} - {""})
+        return listed(map(naming.namespace_of_key, await self._keys()))
 
     async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
-        found = await self._keys()
-        if namespace:
-            found = [key for key in found if naming.namespace_of_key(key) == namespace]
+        keys = await self._keys()
+        found = (key for key in keys if not namespace or naming.namespace_of_key(key) == namespace)
         for some in pages(map(bytes.decode, found)):
             sizes = await self._ask(self._home.sizes, some)
             # What has no size was evicted meanwhile.
@@ -219,34 +228,57 @@ class MooncakeStore(Store):
 
     async def read(self, key: str, start: int, length: int) -> bytes:
         (size_bytes,) = await self._ask(self._home.sizes, [key])
+        is_description = key.endswith(f":{naming.DESCRIPTION_FILE}")
+        most_bytes = naming.DESCRIPTION_BYTES_MAX if is_description else OBJECT_BYTES_MAX
+        if size_bytes > most_bytes:
+            problem = f"it has {format_bytes(size_bytes)}, more than {format_bytes(most_bytes)}"
+            raise OSError(errno.EFBIG, problem)
         found = memoryview(bytearray(max(size_bytes, 0)))
         codes = await self._ask(self._mover.get, [key], [(found,)]) if found else []
         if codes != [size_bytes]:
             raise FileNotFoundError(key)
         return bytes(found[start : start + length])
 
-    async def _keys(self) -> list[bytes]:
+    async def _keys(self) -> Iterator[bytes]:
+        """Return the keys of ours, from a file: nobody knows how many there are."""
         await self._ask(self._home.has, [naming.PREFIX])  # without a master there are no pages
         page = f"{self._pages}/get_all_keys"
-
-        def look() -> bytes:
-            with urllib.request.urlopen(page, timeout=PAGES_TIMEOUT_S) as answer:
-                return bytes(answer.read())
-
         try:
-            found = await asyncio.wrap_future(self._askers.submit(look))
+            found = await asyncio.wrap_future(self._askers.submit(_save_keys, page))
         except (OSError, http.client.HTTPException) as error:
             raise PlaceError(
-                f"{page} does not answer: {error}",
+                f"{page} cannot be read: {printable(str(error))}",
                 "Give the address of the master's pages (its metrics_port) with --endpoint",
             ) from error
-        return [key for key in found.split() if key.startswith(naming.PREFIX.encode())]
+        return (key[:-1] for key in found)
 
     def key_of(self, name: Name) -> str:
         return naming.key_of(name).decode()
 
     def description_key(self, namespace: str) -> str:
         return naming.description_key(bytes.fromhex(namespace)).decode()
+
+
+def _save_keys(page: str) -> IO[bytes]:
+    """Return a file with those keys of a page that are ours, one in a line.
+
+    Raises:
+        OSError, HTTPException: it cannot be read, does not end, or there is no room for the file.
+    """
+    end_s = time.monotonic() + PAGES_WHOLE_S
+    keys = tempfile.TemporaryFile()  # noqa: SIM115 - who reads it drops it
+    num_bytes, line = 0, b""
+    with urllib.request.urlopen(page, timeout=PAGES_TIMEOUT_S) as answer:
+        while piece := answer.read1(PAGES_PIECE_BYTES):
+            num_bytes += len(piece)
+            if num_bytes > PAGES_BYTES_MAX or time.monotonic() > end_s:
+                raise OSError(errno.EFBIG, f"it has not ended after {format_bytes(num_bytes)}")
+            *lines, line = (line + piece).split(b"\n")
+            keys.writelines(b"%b\n" % key for key in lines if naming.namespace_of_key(key))
+            line = line[: naming.KEY_BYTES_MAX + 1]  # a longer one is not ours
+    keys.write(b"%b\n" % line if naming.namespace_of_key(line) else b"")
+    keys.seek(0)
+    return keys
 
 
 def _chunk_of(batch: Batch, bytes_max: int) -> Iterator[int]:

@@ -26,7 +26,7 @@ from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.objects.bucket import Problem, StoreError, open_store
 from safe_offload.tiers.objects.search import find_present
 from safe_offload.tiers.rare_log import RareLog
-from safe_offload.tiers.store import PAGE_ITEMS, Item, Store, item_at
+from safe_offload.tiers.store import LISTED_MAX, PAGE_ITEMS, Item, Store, item_at, listed
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -38,6 +38,8 @@ ABSENT_S: Final = 60.0
 """So long an object is not offered that was not there when it was fetched."""
 
 _NAMES_MAX: Final = 1 << 16
+_SKIPPING: Final = ("s3", "gs")
+"""Schemes of stores that list names in order, from any on."""
 
 _ABSENT: Final = (Problem.NOT_FOUND,)
 _REFUSALS: Final = {Problem.FULL: Result.FULL, Problem.DENIED: Result.REFUSED}
@@ -198,18 +200,24 @@ class BucketStore(Store):
     # ---- operators ----------------------------------------------------------------------------
 
     async def namespaces(self) -> list[str]:
+        """See `Store.namespaces`; a listing by folders would come in one answer of any length."""
         import obstore
 
-        found = await self._request("list", obstore.list_with_delimiter_async(self._store))
-        paths = (path.strip("/") for path in found["common_prefixes"])
-        return sorted(filter(naming.is_namespace_folder, paths))
+        found, left = set[str](), obstore.list(self._store, chunk_size=PAGE_ITEMS)
+        while len(found) < LISTED_MAX and (page := await self._request("list", next_page(left))):
+            paths = [meta["path"] for meta in page]
+            found.update(listed(path.partition("/")[0] for path in paths))
+            first, last = (path.partition("/")[0] for path in (paths[0], paths[-1]))
+            if first == last and self._scheme in _SKIPPING and paths == sorted(paths):
+                left = obstore.list(self._store, offset=f"{last}0", chunk_size=PAGE_ITEMS)
+        return listed(found)
 
     async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
         """See `Store.walk`; a thousand in each request."""
         import obstore
 
         pages = obstore.list(self._store, namespace or None, chunk_size=PAGE_ITEMS)
-        while page := await self._request("list", _next_of(pages)):
+        while page := await self._request("list", next_page(pages)):
             yield list(filter(None, map(_item_of, page)))
 
     async def read(self, key: str, start: int, length: int) -> bytes:
@@ -338,7 +346,8 @@ def _item_of(meta: Mapping[str, Any]) -> Item | None:
     return item_at(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 
-async def _next_of(pages: Any) -> Any:
+async def next_page(pages: Any) -> Any:
+    """Return the next page of a listing, None after the last."""
     return await anext(pages, None)
 
 

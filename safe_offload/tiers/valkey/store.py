@@ -22,11 +22,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Any, Final, TypeVar
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.config.units import KIB
 from safe_offload.tiers.base import Buffers, Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.naming import (
     ALL_KEYS,
+    DESCRIPTION_BYTES_MAX,
     PREFIX,
     description_key,
     key_of,
@@ -34,7 +34,7 @@ from safe_offload.tiers.naming import (
     namespace_of_key,
 )
 from safe_offload.tiers.seal import Digest
-from safe_offload.tiers.store import PAGE_ITEMS, Item, Store
+from safe_offload.tiers.store import LISTED_MAX, PAGE_ITEMS, Item, Store, listed
 from safe_offload.tiers.valkey.commands import DEL, EXISTS, GET, GETEX, PEXPIRE, SET, words_of
 from safe_offload.tiers.valkey.log import ServerLog, refusal
 from safe_offload.tiers.valkey.login import CLIENT_NAME, Login, LoginError, command, explained
@@ -47,7 +47,7 @@ WINDOW_BYTES: Final = 4 << 20
 WINDOW_OBJECTS: Final = 64
 SPILL_BYTES: Final = 16 << 20
 """Of objects that are asked about before those that are not there are written."""
-TEXT_BYTES_MAX: Final = 192 * KIB
+TEXT_BYTES_MAX: Final = DESCRIPTION_BYTES_MAX
 """Of one answer to an operator; it is received into the scratch memory of a connection."""
 
 T = TypeVar("T")
@@ -424,8 +424,10 @@ class ValkeyStore(Store):
     async def namespaces(self) -> list[str]:
         found = set[str]()
         async for _, keys in self._scan(ALL_KEYS):
-            found.update(filter(None, map(namespace_of_key, keys)))
-        return sorted(found)
+            found.update(map(namespace_of_key, keys))
+            if len(found) > LISTED_MAX:
+                break
+        return listed(found)
 
     async def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
         async for node, keys in self._scan(f"{PREFIX}{namespace}:*" if namespace else ALL_KEYS):

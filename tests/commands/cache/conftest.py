@@ -125,6 +125,7 @@ class Bucket(Rig):
     url, use = "s3://kv-cache/prod", "WRITTEN"
 
     def __init__(self, server: BucketServer) -> None:
+        self.endpoint = server.endpoint
         self.bucket: Any = open_store(TierConfig.at(self.url, endpoint=server.endpoint))
         if left := self.names():
             obstore.delete(self.bucket, left)

@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 
-from tests.commands.cache.calls import caller, check_refusal, read
+from safe_offload.commands.cache.places import config_of, open_place
+from safe_offload.tiers.naming import namespace_folder
+from safe_offload.tiers.objects import store
+from tests.commands.cache.calls import AFTER_RESET, FIRST, caller, check_refusal, read
 from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 
 SECRET = "aHVudGVyMi1zZWNyZXQ"
@@ -23,6 +26,25 @@ def test_prune_to_nothing(call, bucket):
     assert call("ls", none) == (0, f"No engine has stored anything in {none}.\n")
     _, document = read(call, "prune", bucket.url, "--older-than", "0s")
     assert (document["num_evicted"], document["held_bytes"]) == (13, 0)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])  # the second lists all that there is
+def test_namespaces_are_found_a_page_at_a_time(call, bucket, monkeypatch, scheme):
+    pages = []
+
+    async def noted(left):
+        pages.append(await next_of(left))
+        return pages[-1]
+
+    next_of = store.next_page
+    monkeypatch.setattr(store, "PAGE_ITEMS", 2)
+    monkeypatch.setattr(store, "next_page", noted)
+    monkeypatch.setattr(store, "_SKIPPING", ("s3",) if scheme == "s3" else ())
+    place = open_place(bucket.url, config_of(bucket.url, {"endpoint": bucket.endpoint}))
+    assert place.namespaces() == sorted(map(namespace_folder, (FIRST, AFTER_RESET)))
+    place.close()
+    assert max(len(page or []) for page in pages) == 2
+    assert len(pages) <= 6 if scheme == "s3" else len(pages) >= 8
 
 
 def test_what_cannot_be_done_is_refused_with_the_fix(

@@ -2,8 +2,14 @@
 
 import pytest
 
-from safe_offload.tiers.naming import namespace_folder
+from safe_offload.commands.cache import command, places
+from safe_offload.commands.cache.place import Place
+from safe_offload.tiers import store
+from safe_offload.tiers.files import store as files_store
+from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, namespace_folder
+from safe_offload.tiers.objects import store as objects_store
 from safe_offload.tiers.seal import Seal
+from safe_offload.tiers.valkey import store as valkey_store
 from tests.commands.cache.calls import (
     AFTER_RESET,
     FACTS,
@@ -56,6 +62,61 @@ def test_a_namespace_whose_description_is_gone_or_damaged_is_shown(call, rig):
     _, text = call("ls", rig.url)
     assert [row.split()[-1] for row in text.splitlines()[1:3]] == ["?", "?"]
     assert "13 objects" in text
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        '{"model": "x", "more": "%s"}' % ("x" * DESCRIPTION_BYTES_MAX),
+        '{"model": "x", "more": %s}' % ("[" * 900 + "]" * 900),
+        '{"model": "x", "more": [NaN, 1e999, -Infinity]}',
+        '{"model": "x", "more": %s}' % ("9" * 5000),
+    ],
+    ids=["too long", "too deep", "no number", "too large a number"],
+)
+def test_a_description_that_anyone_wrote_is_read_as_far_as_it_can_be_one(call, rig, facts):
+    rig.write(rig.description(FIRST), b'{"facts": %b}' % facts.encode())
+    status, document = read(call, "ls", rig.url)
+    found = {each["namespace"]: each["facts"] for each in document["namespaces"]}
+    assert (status, found) == (0, {NAME: {}, OTHER: FACTS})
+
+
+def test_no_more_of_a_description_is_read_than_one_may_have(call, rig, monkeypatch):
+    lengths = []
+
+    class Watched(Place):
+        def _read(self, key: str, start: int, length: int) -> bytes:
+            found = super()._read(key, start, length)
+            lengths.append(len(found))
+            return found
+
+    monkeypatch.setattr(places, "Place", Watched)
+    rig.write(rig.description(FIRST), b"x" * (8 << 20))
+    assert call("ls", rig.url)[0] == 0
+    assert max(lengths) == DESCRIPTION_BYTES_MAX
+
+
+def test_facts_are_kept_of_as_many_descriptions_as_fit(call, rig, monkeypatch):
+    monkeypatch.setattr(command, "_FACTS_BYTES_MAX", len(described(FIRST)))
+    found = read(call, "ls", rig.url)[1]["namespaces"]
+    assert {NAME: FACTS, OTHER: {"model": FACTS["model"]}} in [
+        {each["namespace"]: each["facts"] for each in found},
+        {OTHER if each["namespace"] == NAME else NAME: each["facts"] for each in found},
+    ]
+
+
+def test_of_very_many_namespaces_some_are_listed_and_all_are_deleted(call, rig, monkeypatch):
+    for module in (store, command, files_store, valkey_store, objects_store):
+        monkeypatch.setattr(module, "LISTED_MAX", 1, raising=False)
+    for name in rig.foreign:
+        rig.delete(name)
+    status, text = call("ls", rig.url)
+    assert (status, len(text.splitlines())) == (0, 3)
+    assert text.endswith("; more may be there\n")
+    status, text = call("rm", rig.url, "--all")
+    assert (status, "13 objects" in text, text[-21:]) == (0, True, "; more may be there.\n")
+    call("rm", rig.url, "--all")
+    assert rig.names() == []
 
 
 @pytest.mark.parametrize(
@@ -146,8 +207,7 @@ def test_rm_deletes_one_namespace_and_no_other(call, rig):
 def test_rm_all_deletes_what_is_ours_and_nothing_else(call, rig):
     status, document = read(call, "rm", rig.url, "--all")
     assert (status, document["num_objects"]) == (0, 13)
-    left = set(rig.names()) - {rig.description(FIRST)}  # a directory keeps it beside others' files
-    assert left == set(rig.foreign)
+    assert set(rig.names()) == set(rig.foreign)
     assert "0 objects" in call("ls", rig.url)[1] or "No engine" in call("ls", rig.url)[1]
 
 

@@ -1,5 +1,6 @@
 """`safe-offload cache ls node` and `rm node`: pools in use, idle, damaged, and of others."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_what_is_no_part_of_a_pool_is_not_deleted(call, base):
         assert status == 1
         assert "idle has 'notes.txt' in it, which is not part of a pool, stays." in text
     assert len(list((base / "idle").iterdir())) == 5
+
+
+def test_what_a_pool_says_of_itself_is_read_as_far_as_it_fits(call, base):
+    (base / "idle" / pools.ABOUT).write_bytes(b"\xff\x1b" * pools.ABOUT_BYTES_MAX)
+    status, text = call("ls", "node", "--json")
+    (pool,) = json.loads(text)["pools"]
+    assert (status, len(pool["about"])) == (0, pools.ABOUT_BYTES_MAX)
+    (base / "idle" / pools.ABOUT).unlink()
+    (base / "idle" / pools.ABOUT).symlink_to("/etc/passwd")
+    assert call("ls", "node")[1].splitlines()[1].endswith("?")
 
 
 def test_a_link_is_no_pool_and_is_not_followed(call, base, tmp_path):

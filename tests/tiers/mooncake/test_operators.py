@@ -1,6 +1,11 @@
 """What operators see of Mooncake Store: `safe-offload cache` and `doctor`."""
 
+import contextlib
+import itertools
 import json
+import threading
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -11,8 +16,16 @@ from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.config.tier_url import MASTER_PORT
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
+from safe_offload.tiers.mooncake import store
+from safe_offload.tiers.mooncake.client import Client
 from safe_offload.tiers.mooncake.store import PAGES_PORT
-from safe_offload.tiers.naming import key_of, namespace
+from safe_offload.tiers.naming import (
+    DESCRIPTION_BYTES_MAX,
+    PREFIX,
+    description_key,
+    key_of,
+    namespace,
+)
 from tests.kubernetes_api import check, resources_of
 from tests.mooncake_server import Master, mooncake_tier
 from tests.tiers.contract import FACTS, SPACE, filled, name_of
@@ -36,14 +49,8 @@ async def stored(config):
 def cache(master, capsys):
     """Run `safe-offload cache` on the master; return the exit status, and the JSON or the error."""
 
-    def run(action, *more):
-        pages = f"http://127.0.0.1:{master.metrics_port}"
-        arguments = ["cache", action, master.url, *more, "--endpoint", pages, "--json"]
-        status = main(arguments)
-        said = capsys.readouterr()
-        return status, json.loads(said.out) if said.out.strip() else said.err
-
-    return run
+    pages = f"http://127.0.0.1:{master.metrics_port}"
+    return lambda *arguments: run_on(pages, master, capsys, *arguments)
 
 
 def test_namespaces_are_listed_checked_and_deleted(stored, cache, anyone):
@@ -66,6 +73,91 @@ def test_namespaces_are_listed_checked_and_deleted(stored, cache, anyone):
     counts = {each["namespace"]: each["num_objects"] for each in cache("ls")[1]["namespaces"]}
     assert counts == {namespace(OTHER_FACTS).hex(): 1}
     assert "does not report when objects were last used" in cache("prune", "--older-than", "1d")[1]
+
+
+@pytest.fixture
+def pages():
+    """The master's pages as anyone may serve them: what they yield of all keys, and its address."""
+    served: dict[str, Iterable[bytes]] = {}
+
+    class Page(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # whoever reads has enough
+                for piece in served[self.path]:
+                    self.wfile.write(piece)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    yield served, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def run_on(pages, master, capsys, *arguments):
+    action, *more = arguments
+    status = main(["cache", action, master.url, *more, "--endpoint", pages, "--json"])
+    said = capsys.readouterr()
+    return status, json.loads(said.out) if said.out.strip() else said.err
+
+
+def test_keys_that_are_none_of_ours_are_passed_over(stored, pages, master, capsys):
+    served, address = pages
+    ours = [key_of(name_of(number)) for number in range(3)]
+    strange = [
+        *(b"\xff" * 40, PREFIX.encode() + b"\xfe", PREFIX.encode() + b"0" * 32 + b":\x80", b""),
+        *(b"x" * 5000, key_of(name_of(4)) + b"x" * 5000, b"other\x1b[2J"),
+    ]
+    page = b"\n".join([*strange, ours[0], *strange, *ours[1:]])
+    for length in (97, 4096, len(page)):  # wherever a piece ends
+        served["/get_all_keys"] = [page[at : at + length] for at in range(0, len(page), length)]
+        status, found = run_on(address, master, capsys, "ls")
+        assert status == 0
+        assert [(each["namespace"], each["num_objects"]) for each in found["namespaces"]] == [
+            (SPACE.hex(), 3)
+        ]
+
+
+@pytest.mark.parametrize("piece", [b"a" * 65536, b"\n" * 65536, key_of(name_of(0)) + b"\n"])
+def test_a_page_without_end_is_an_error(stored, pages, master, capsys, monkeypatch, piece):
+    monkeypatch.setattr(store, "PAGES_BYTES_MAX", 1 << 20)
+    served, address = pages
+    served["/get_all_keys"] = itertools.repeat(piece)
+    status, said = run_on(address, master, capsys, "ls")
+    assert status == 1
+    assert "it has not ended after 1.0" in said
+    assert "Fix: give the address of the master's pages" in said
+
+
+def test_objects_of_any_length_are_not_read(stored, cache, anyone, monkeypatch):
+    """A description is no longer than one may be, an object as long as a slot may be."""
+    description = description_key(SPACE).decode()
+    anyone.remove(description, True)
+    assert anyone.put(description, b"x" * (DESCRIPTION_BYTES_MAX + 1)) == 0
+    lengths = []
+    get = Client.get
+
+    def noted(client, keys, slots):
+        lengths.extend(sum(buffer.nbytes for buffer in slot) for slot in slots)
+        return get(client, keys, slots)
+
+    monkeypatch.setattr(Client, "get", noted)
+    status, found = cache("ls")
+    facts = {each["namespace"]: each["facts"] for each in found["namespaces"]}
+    assert (status, facts[SPACE.hex()], max(lengths) <= DESCRIPTION_BYTES_MAX) == (0, {}, True)
+    monkeypatch.setattr(store, "OBJECT_BYTES_MAX", 8192)
+    status, found = cache("verify")
+    assert (status, max(lengths) <= DESCRIPTION_BYTES_MAX) == (1, True)
+    assert {each["problem"] for each in found["bad"]} == {
+        "it cannot be read: it has 12.00 KiB, more than 8.00 KiB"
+    }
+    cache("rm", "--all")
 
 
 def test_a_master_that_is_away_is_said_to_be(tmp_path, capsys):
