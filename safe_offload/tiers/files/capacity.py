@@ -36,6 +36,7 @@ from safe_offload.config.tenants import WHOLE, payments
 from safe_offload.config.units import MIB
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
+    NotOursError,
     Stored,
     path_of,
     refusal,
@@ -424,6 +425,9 @@ def _opened(name: str, root_fd: int) -> Iterator[int]:
     uids = (os.geteuid(), os.fstat(root_fd).st_uid)
     try:
         opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
+    except IsADirectoryError:
+        where = os.path.join(path_of(root_fd), name)
+        raise NotOursError(f"{where!r} is a directory, not a file", f"rm -r {where!r}") from None
     except OSError as error:
         why: OSError | None = error
         with suppress(OSError):

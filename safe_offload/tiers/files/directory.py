@@ -34,7 +34,8 @@ _STEP_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARENT_MODE: Final = 0o755
 _LINKS_MAX: Final = 40
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
-_GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_GONE: Final = (*_NO_FOLDER, errno.EACCES)
 
 
 class Stored(NamedTuple):
@@ -211,6 +212,22 @@ def open_folder(name: str, parent_fd: int) -> int:
     return os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent_fd)
 
 
+@contextlib.contextmanager
+def opened_folder(name: str, parent_fd: int) -> Iterator[int | None]:
+    """Open a folder as `open_folder`; None if there is none of that name, but a link, say."""
+    try:
+        folder_fd = open_folder(name, parent_fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        yield None
+        return
+    try:
+        yield folder_fd
+    finally:
+        os.close(folder_fd)
+
+
 def open_our_folder(name: str, parent_fd: int, uid: int) -> int:
     """Return a descriptor of a folder that `require_ours` accepts."""
     folder_fd = open_folder(name, parent_fd)
@@ -318,10 +335,10 @@ def _files(namespace: str, folder: str, folder_fd: int) -> Iterator[Stored]:
 
 
 def remove(file: str, folder_fd: int) -> bool:
-    """Delete a file; return whether it was there."""
+    """Delete a file; return whether it was there, and not a folder in its place."""
     try:
         os.unlink(file, dir_fd=folder_fd)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
     return True
 

@@ -28,7 +28,7 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.files import upkeep
-from safe_offload.tiers.files.capacity import USAGE_FILE, CapacityShare, keep
+from safe_offload.tiers.files.capacity import LOCK_FILE, USAGE_FILE, CapacityShare, keep
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
     TEMPORARY_PREFIX,
@@ -183,12 +183,20 @@ class FileStore(Store):
 
     async def forget(self, namespaces: Sequence[str]) -> None:
         """See `Store.forget`; an engine may be writing to one of them again."""
+        refused: list[OSError] = []
         for namespace in namespaces:
-            upkeep.remove_folders(namespace, self._root())
+            try:
+                upkeep.remove_folders(namespace, self._root())
+            except OSError as error:
+                refused.append(error)
         await self.recount()
+        if refused:
+            raise refused[0]
 
     async def recount(self) -> None:
         """See `Store.recount`; sweeps what crashes have left."""
+        for file in (USAGE_FILE, LOCK_FILE):
+            upkeep.remove_strange(file, self._root())
         give_up_at_s = time.monotonic() + PATIENCE_S
         while keep(self._root(), None) is None:
             if time.monotonic() > give_up_at_s:

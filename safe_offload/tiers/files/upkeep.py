@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from typing import Final
 
 from safe_offload.tiers import naming
-from safe_offload.tiers.files.directory import open_folder, remove, walk
-from safe_offload.tiers.store import Item, item_at
+from safe_offload.tiers.files.directory import open_folder, opened_folder, remove, walk
+from safe_offload.tiers.store import Item, item_at, listed
 
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOT_EMPTY_OR_GONE: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
@@ -21,7 +22,8 @@ _NOT_EMPTY_OR_GONE: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.
 
 def namespaces(root_fd: int) -> list[str]:
     """Return the names of all namespaces, in order."""
-    return sorted(filter(naming.is_namespace_folder, os.listdir(root_fd)))
+    with os.scandir(root_fd) as entries:
+        return listed(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def items(root_fd: int, namespace: str) -> Iterator[Item]:
@@ -36,6 +38,7 @@ def items(root_fd: int, namespace: str) -> Iterator[Item]:
 def read(key: str, start: int, length: int, root_fd: int) -> bytes:
     """Return bytes of a file; what is only looked at need not stay in memory."""
     with _folder_of(key, root_fd) as (folder_fd, file):
+        _require_file(file, folder_fd)
         file_fd = os.open(file, _READ_FLAGS, dir_fd=folder_fd)
     try:
         found = os.pread(file_fd, length, start)
@@ -46,35 +49,52 @@ def read(key: str, start: int, length: int, root_fd: int) -> bytes:
         os.close(file_fd)
 
 
+def _require_file(file: str, folder_fd: int) -> None:
+    """Refuse anything but a file: merely to open a device or a pipe may do something."""
+    if not stat.S_ISREG(os.stat(file, dir_fd=folder_fd, follow_symlinks=False).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+
+
 def delete(key: str, root_fd: int) -> bool:
     """Delete a file; return whether it was there."""
     try:
         with _folder_of(key, root_fd) as (folder_fd, file):
             return remove(file, folder_fd)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def remove_folders(namespace: str, root_fd: int) -> None:
-    """Remove what is empty of a namespace, and its description when nothing else is there."""
-    try:
-        namespace_fd = open_folder(namespace, root_fd)
-    except FileNotFoundError:
-        return
-    try:
-        for folder in os.listdir(namespace_fd):
-            if naming.is_object_folder(folder):
-                _remove_folder(folder, namespace_fd)
-        if os.listdir(namespace_fd) == [naming.DESCRIPTION_FILE]:
+    """Remove of a namespace all but its files, and its description when there are none.
+
+    What only stands where something of ours belongs goes as well: links, not what they lead to,
+    pipes, empty folders. What is in a folder in the place of a file stays, and what has a name of
+    its own beside the 256 folders.
+    """
+    with opened_folder(namespace, root_fd) as namespace_fd:
+        if namespace_fd is None:
+            return
+        for folder in filter(naming.is_object_folder, os.listdir(namespace_fd)):
+            with opened_folder(folder, namespace_fd) as folder_fd:
+                for file in () if folder_fd is None else os.listdir(folder_fd):
+                    remove_strange(file, folder_fd)
+            if folder_fd is None:
+                remove(folder, namespace_fd)
+            remove_strange(folder, namespace_fd)
+        if next(items(root_fd, namespace), None) is None:
             remove(naming.DESCRIPTION_FILE, namespace_fd)
-    finally:
-        os.close(namespace_fd)
-    _remove_folder(namespace, root_fd)
+            remove_strange(naming.DESCRIPTION_FILE, namespace_fd)
+    remove_strange(namespace, root_fd)
 
 
-def _remove_folder(name: str, parent_fd: int) -> None:
+def remove_strange(name: str, parent_fd: int | None) -> None:
+    """Remove what is no file: an empty folder, a link, a pipe."""
     try:
-        os.rmdir(name, dir_fd=parent_fd)
+        mode = os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            os.rmdir(name, dir_fd=parent_fd)
+        elif not stat.S_ISREG(mode):
+            os.unlink(name, dir_fd=parent_fd)
     except OSError as error:
         if error.errno not in _NOT_EMPTY_OR_GONE:
             raise

@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files import store
-from safe_offload.tiers.files.capacity import LOCK_FILE
+from safe_offload.tiers.files.capacity import LOCK_FILE, keep
+from safe_offload.tiers.files.directory import open_root
 from safe_offload.tiers.naming import namespace_folder, path_of
 from tests.commands.cache.calls import AFTER_RESET, FACTS, FIRST, OBJECT_BYTES, STORED_BYTES, read
 from tests.tiers.contract import filled, name_of, tier_at
@@ -158,6 +161,94 @@ def test_a_link_is_not_followed(call, root, tmp_path):
     assert document["size_bytes"] == 3 * STORED_BYTES
     call("prune", root, "--older-than", "0s")
     assert len([p for p in aside.rglob("*") if p.is_file()]) == 11
+
+
+def nothing(path: Path) -> None:
+    """Leave nothing there, nor in it."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+STRANGE = {
+    "a link": lambda path, aside: path.symlink_to(aside),
+    "a link to nothing": lambda path, aside: path.symlink_to(aside / "none"),
+    "a link to a file": lambda path, aside: path.symlink_to(aside / "mine"),
+    "a pipe": lambda path, aside: os.mkfifo(path),
+    "a socket": lambda path, aside: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a folder": lambda path, aside: path.mkdir(),
+    "a file": lambda path, aside: path.write_bytes(b"x"),
+}
+"""What anyone who may write to a directory can put in the place of something of ours."""
+PLACES = {
+    "a namespace": lambda root: root / ("0" * 32),
+    "the namespace of an engine": lambda root: root / namespace_folder(FIRST),
+    "a folder of objects": lambda root: path_in(root, 0).parent,
+    "an object": lambda root: path_in(root, 0),
+    "an object being written": lambda root: path_in(root, 0).with_name("tmp-1-2-ab"),
+    "a description": lambda root: root / namespace_folder(FIRST) / "namespace.json",
+    "the file of what is used": lambda root: root / "usage",
+    "the lock": lambda root: root / "evict.lock",
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize("where", PLACES)
+def test_what_is_not_what_it_should_be_is_passed_over_and_all_is_deleted(
+    call, root, tmp_path, where, what
+):
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    (aside / "mine").write_bytes(b"mine")
+    path = PLACES[where](root)
+    nothing(path)
+    STRANGE[what](path, aside)
+    assert call("ls", root)[0] == 0
+    assert call("verify", root)[0] == ((where, what) == ("an object", "a file"))
+    assert call("prune", root, "--older-than", "1d")[0] == 0
+    assert call("rm", root, "--all")[0] == 0
+    left = {path.name for path in root.iterdir()} - {"usage", "evict.lock"}
+    assert left <= {path.name} & {"0" * 32, namespace_folder(FIRST)}
+    assert [path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink()] == []
+    assert (aside / "mine").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize("where", list(PLACES)[:-2])
+def test_an_engine_evicts_what_is_beside_it(root, tmp_path, where, what):
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    (aside / "mine").write_bytes(b"mine")
+    nothing(PLACES[where](root))
+    STRANGE[what](PLACES[where](root), aside)
+    root_fd = open_root(str(root))
+    kept = keep(root_fd, 1)
+    os.close(root_fd)
+    assert kept is not None
+    assert kept.num_evicted >= 3
+    found = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
+    left = {path.name for path in found if path.is_file() and not path.is_symlink()}
+    assert left <= {"usage", "evict.lock", "namespace.json", "tmp-1-2-ab", PLACES[where](root).name}
+    assert (aside / "mine").read_bytes() == b"mine"
+
+
+def test_what_is_in_a_folder_in_the_place_of_a_file_stays(call, root):
+    for path in (path_in(root, 0), root / namespace_folder(FIRST) / "namespace.json"):
+        path.unlink()
+        path.mkdir()
+        (path / "mine").write_bytes(b"mine")
+    assert call("rm", root, "--all")[0] == 0
+    assert sorted(path.name for path in root.rglob("*") if path.is_file()) == [
+        *("evict.lock", "mine", "mine", "usage")
+    ]
+
+
+def test_what_cannot_be_replaced_is_said_with_its_own_fix(call, root):
+    for file in ("evict.lock", "usage"):
+        (root / file).unlink()
+        (root / file).mkdir()
+        (root / file / "mine").write_bytes(b"mine")
+        status, text = call("rm", root, "--all")
+        assert (status, text.count("Fix: "), f"rm -r '{root}/{file}'" in text) == (1, 1, True)
+        shutil.rmtree(root / file)
 
 
 # ---- what is wrong ----------------------------------------------------------------------------
