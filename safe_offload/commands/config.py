@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from safe_offload.config import options, other_connectors
 from safe_offload.config.options import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
-from safe_offload.config.printing import NOT_SHOWN, masked, shown, shown_key
+from safe_offload.config.printing import NOT_SHOWN, masked, printable, shown, shown_key
 from safe_offload.config.tier_url import URL
-from safe_offload.config.tiers import TIER_SETTINGS
+from safe_offload.config.tiers import TIER_SETTINGS, TierConfig
 from safe_offload.config.transfer_config import (
     CONNECTOR_NAME,
     DEFAULT_KV_ROLE,
@@ -81,8 +81,8 @@ def parse(text: str) -> dict[str, Any]:
     """Return what `--kv-transfer-config` says, an object in JSON."""
     try:
         written = json.loads(text)
-    except ValueError as error:
-        problem = f"is not JSON ({error})"
+    except (ValueError, RecursionError) as error:
+        problem = f"is not JSON ({printable(str(error))})"
     else:
         if isinstance(written, dict):
             return written
@@ -128,15 +128,16 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
         yield f"\n{place}{_EXTRA_KEY}:"
         extra = each.get(_EXTRA_KEY) or {}
         reasons = other_connectors.without_effect(extra, options.VALID_KEYS)
-        tiers = [] if "tiers" in extra else other_connectors.directories(extra)
-        capacity_key = OffloadConfig.from_extra_config(extra, world_size=1).capacity_key
+        found = OffloadConfig.from_extra_config(extra, world_size=1)
+        tiers = () if "tiers" in extra or not other_connectors.directories(extra) else found.tiers
+        capacity_key = found.capacity_key
         for row in SETTINGS.values():
             value = extra.get(row.key, row.default)
             source = "written" if row.key in extra else "default"
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
                 source += f', no effect: "{capacity_key}" takes precedence'
             if tiers and row.key == "tiers":
-                value = [{"url": f"file://{tier.pop('root_dir')}", **tier} for tier in tiers]
+                value = [_as_written(tier) for tier in tiers]
                 source = "from the keys of another connector"
             if row.key in reasons:
                 source += f"; {reasons[row.key]}"
@@ -146,6 +147,12 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
         for key, why in reasons.items():
             if key not in options.VALID_KEYS:
                 yield _row(key, "", f"no effect: {why}")
+
+
+def _as_written(tier: TierConfig) -> dict[str, object]:
+    """Return how a directory would be written as a tier."""
+    bound = {} if tier.capacity_bytes is None else {"capacity": tier.capacity_bytes}
+    return {"url": tier.location.label, **bound}
 
 
 def _require_fields(written: Mapping[str, Any]) -> None:

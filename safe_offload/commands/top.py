@@ -35,6 +35,7 @@ TIMEOUT_S: Final = 5.0
 WHOLE_TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 16 * MIB
 INTERVAL_S: Final = 2.0
+INTERVAL_S_MAX: Final = 3600
 NOTHING: Final = "-"
 COLUMN_WIDTH_MIN: Final = 48
 """Two columns, or more, stand side by side from that on."""
@@ -70,8 +71,11 @@ def run_command(arguments: Namespace) -> int:
         raise TopError("`top` needs two more packages. Fix: pip install 'safe-offload[top]'.")
     from rich.console import Console
 
-    if arguments.interval <= 0:
-        raise TopError(f"--interval {arguments.interval:g}: expected more than 0 seconds.")
+    if not 0 < arguments.interval <= INTERVAL_S_MAX:  # false too for what is not a number
+        raise TopError(
+            f"--interval {arguments.interval:g}: expected more than 0 and at most "
+            f"{INTERVAL_S_MAX} seconds. Fix: omit it, or write --interval 2."
+        )
     watch = Watch(metrics_url(arguments.url))
     watch.read()
     try:

@@ -22,6 +22,7 @@ from safe_offload.config.settings import (
     fix_of_unknown,
     refuse,
     sampling,
+    scaled,
     seconds,
     setting,
     settings_of,
@@ -31,7 +32,14 @@ from safe_offload.config.settings import (
     text,
 )
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TIER_SETTINGS, TierConfig, directory, file, tiers
+from safe_offload.config.tiers import (
+    MAX_CAPACITY_BYTES,
+    TIER_SETTINGS,
+    TierConfig,
+    directory,
+    file,
+    tiers,
+)
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 
@@ -286,12 +294,13 @@ def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
         refuse("share", "node", problem, "one of the two", 'remove "share", or "tenants"')
 
 
-def _directory_tier(written: Mapping[str, object]) -> TierConfig:
+def _directory_tier(written: other_connectors.Directory) -> TierConfig:
     """Return the tier of a directory of OffloadingConnector's."""
-    path = directory().read("root_dir", written["root_dir"])
-    row = TIER_SETTINGS["capacity_bytes"]
-    bytes_max = row.kind.read(row.key, written[row.key]) if row.key in written else None
-    return TierConfig(Location("file", path), bytes_max)
+    location = Location("file", directory().read(written.path_key, written.path))
+    if written.bound is None:
+        return TierConfig(location)
+    kind = scaled(TIER_SETTINGS["capacity_bytes"].kind, MAX_CAPACITY_BYTES, written.unit_bytes)
+    return TierConfig(location, kind.read(written.bound_key, written.bound))
 
 
 def _disk_tier(

@@ -9,9 +9,10 @@ llmd_fs_backend.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from safe_offload.config.printing import shown_key
+from safe_offload.config.settings import NestedKey
 
 _IN_BLOCKS: Final = "a slot is one block, and adjacent slots are copied together"
 _ONE_WAY: Final = "there is one backend, with tiers below it"
@@ -79,23 +80,37 @@ def unread(written: Mapping[str, object]) -> set[str]:
     return keys | ({_POLICY} if "cache_policy_module_path" in written else set())
 
 
-def directories(written: Mapping[str, object]) -> list[dict[str, object]]:
-    """Return the directories that a configuration keeps blocks in, as they are written.
+class Directory(NamedTuple):
+    """A directory that a configuration keeps blocks in: what is written, and under which keys.
 
-    Each has a `root_dir`, and a `capacity` in bytes if something bounds it.
+    `bound` is None without one, and counts in `unit_bytes`.
     """
-    tiers = _list(written.get(SECONDARY_TIERS))
-    found = [_directory(tier) for tier in tiers if _is_directory(tier)]
+
+    path_key: str
+    path: object
+    bound_key: str = ""
+    bound: object = None
+    unit_bytes: int = 1
+
+
+def directories(written: Mapping[str, object]) -> list[Directory]:
+    """Return the directories that a configuration keeps blocks in."""
+    tiers = enumerate(_list(written.get(SECONDARY_TIERS)))
+    found = [
+        _directory(tier, f'["{SECONDARY_TIERS}"][{index}]')
+        for index, tier in tiers
+        if _is_directory(tier)
+    ]
     if SHARED_STORAGE in written and written.get("backend") != "OBJ":  # which keeps it in a bucket
-        found.insert(0, {"root_dir": written[SHARED_STORAGE]})
+        found.insert(0, Directory(SHARED_STORAGE, written[SHARED_STORAGE]))
     return found
 
 
-def _directory(tier: Mapping[str, Any]) -> dict[str, Any]:
-    found = {"root_dir": tier["root_dir"]}
-    for key, unit in _BOUNDS.items():
+def _directory(tier: Mapping[str, Any], place: str) -> Directory:
+    found = Directory(NestedKey("root_dir", place), tier["root_dir"])
+    for key, unit_bytes in _BOUNDS.items():
         if (bound := tier.get(key)) is not None:
-            found["capacity"] = int(bound * unit) if type(bound) in (int, float) else bound
+            found = Directory(*found[:2], NestedKey(key, place), bound, unit_bytes)
     return found
 
 
@@ -139,5 +154,5 @@ def _list(value: object) -> list[Any]:
 
 
 def _is_directory(tier: Any) -> bool:
-    is_one = isinstance(tier, Mapping) and tier.get("type") in _DIRECTORIES
-    return is_one and "root_dir" in tier
+    kind = tier.get("type") if isinstance(tier, Mapping) else None
+    return isinstance(kind, str) and kind in _DIRECTORIES and "root_dir" in tier

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Final, NoReturn
 
 from safe_offload.config.printing import shown
-from safe_offload.config.units import KIB, TIB, format_bytes
+from safe_offload.config.units import GIB, KIB, TIB, format_bytes
 from safe_offload.errors import ConfigError
 
 # Less than one memory page is never a size: it is a number of GiB written without its unit.
@@ -120,6 +120,24 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
         refuse(key, value, problem, allowed, fix)
 
     return Kind(f'a size, such as "64GiB"; at most {maximum // TIB} TiB', read)
+
+
+def scaled(kind: Kind, maximum: int, unit_bytes: int) -> Kind:
+    """Return the kind of a size that may be a number of units, or a string as of `kind`."""
+    unit = f"{unit_bytes:,} bytes" if unit_bytes > 1 else "bytes"
+    ends = (round(end / unit_bytes, 6) for end in (MIN_SIZE_BYTES, maximum))
+    allowed = "a number of {}, from {:g} to {:g}".format(unit, *ends)
+
+    def read(key: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return kind.read(key, value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and MIN_SIZE_BYTES <= value * unit_bytes <= maximum:
+            return int(value * unit_bytes)
+        fix = f'write "{key}": {100 * GIB // unit_bytes}, or omit it for no limit'
+        refuse(key, value, "this is not such a size", allowed, fix)
+
+    return Kind(allowed, read)
 
 
 def count(minimum: int, maximum: int, *, example: int, word: str = "") -> Kind:

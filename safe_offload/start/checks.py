@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from socket import create_server
 from typing import Any, Final
 
-from safe_offload.config.options import OffloadConfig
+from safe_offload.config.options import MAX_BYTES_PER_SERVER, OffloadConfig
+from safe_offload.config.settings import MIN_SIZE_BYTES, refuse
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.tiers import SHARED_HASH
 from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of
@@ -31,10 +32,15 @@ def take_offloading_size(arguments: Any) -> None:
     As there it is of all ranks, and counts before `cpu_bytes_to_use`. `arguments` are vLLM's
     EngineArgs. Source: vLLM 0.31 to 0.33, VllmConfig._post_init_kv_transfer_config.
     """
-    size_gib = getattr(arguments, "kv_offloading_size", None)
+    size_gib: Any = getattr(arguments, "kv_offloading_size", None)
     config: Any = getattr(arguments, "kv_transfer_config", None)
     if size_gib is None or not ours_of(config):
         return
+    is_number = isinstance(size_gib, int | float) and not isinstance(size_gib, bool)
+    if not is_number or not MIN_SIZE_BYTES <= size_gib * GIB <= MAX_BYTES_PER_SERVER:
+        allowed = f"a number of GiB, at most {MAX_BYTES_PER_SERVER // GIB}"
+        problem, fix = "this is not a size in GiB", "write --kv-offloading-size 64, or omit it"
+        refuse("--kv-offloading-size", size_gib, problem, allowed, fix)
     written = config if isinstance(config, dict) else vars(config)
     if not is_ours(written) or getattr(arguments, "kv_offloading_backend", "native") != "native":
         raise ConfigError(
@@ -42,7 +48,10 @@ def take_offloading_size(arguments: Any) -> None:
             f"{CONNECTOR_NAME}. Fix: remove --kv-offloading-size and --kv-offloading-backend, and "
             f'write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
         )
-    sized = {**(written.get(_EXTRA_KEY) or {}), "cpu_bytes_to_use": int(size_gib * GIB)}
+    extra = written.get(_EXTRA_KEY)
+    if extra is not None and not isinstance(extra, Mapping):
+        return  # which is refused with it
+    sized = {**(extra or {}), "cpu_bytes_to_use": int(size_gib * GIB)}
     written[_EXTRA_KEY] = sized
     arguments.kv_offloading_size = None
     logger.info('--kv-offloading-size %g is used as "cpu_bytes_to_use": "%gGiB".', *[size_gib] * 2)

@@ -70,7 +70,7 @@ def test_the_command_says_what_comes_of_it(public, capsys, monkeypatch):
 @pytest.mark.parametrize("key", ["max_bytes", "gc_max_size_gb"])
 def test_a_bound_that_cannot_be_kept_is_refused(key, bound):
     tier = {"type": "fs", "root_dir": "/mnt/kv", key: bound}
-    with pytest.raises(ConfigError, match="capacity"):
+    with pytest.raises(ConfigError, match=rf'\["secondary_tiers"\]\[0\]\["{key}"\] = .* Fix: '):
         options({"secondary_tiers": [tier]})
 
 

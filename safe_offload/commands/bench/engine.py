@@ -7,6 +7,7 @@ other one loads it from host memory. The first pass shows what storing costs.
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -33,10 +34,16 @@ from safe_offload.commands.bench.engine_report import (
     make_report,
 )
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
+from safe_offload.config.options import MAX_BYTES_PER_SERVER
+from safe_offload.config.settings import size
 from safe_offload.errors import ConfigError
 
 OURS = "SafeCPUOffloadConnector"
 PROMPT_TOKEN_IDS = range(32, 127)  # which every vocabulary has
+_COUNTS = (
+    *("prompt_tokens", "answer_tokens", "rounds", "block_size"),
+    *("num_gpu_blocks", "max_num_batched_tokens"),
+)
 _START_TIMEOUT_S = 900.0
 _GPU_SHARE = 0.45  # of each engine, as both live on one GPU
 DEFAULT_CPU_BYTES = 2 << 30
@@ -95,13 +102,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", "tokens in a KV block (vLLM's choice)", type=int)
     add("--max-num-batched-tokens", "prefill chunk (%(default)s)", type=int)
     add("--cpu-bytes", "host memory of the connector (what four prompts take)")
-    how = {"type": json.loads, "metavar": "JSON"}
+    how = {"type": _read_object, "metavar": "JSON"}
     add("--kv-transfer-config", "measure this connector instead, --cpu-bytes ignored", **how)
     add("--engine-args", "more arguments of vllm.LLM, for both engines", default={}, **how)
     add("--answer-timeout", "seconds (%(default)s)", type=float, metavar="S")
     add("--seed", "of the prompts (%(default)s)", type=int)
     add("--logs", "keep the engines' logs here", type=Path, metavar="FOLDER")
     add_output_arguments(parser)
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    """Return an object of JSON; raise ValueError as argparse expects it."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(text) from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("expected an object")
+    return found
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -115,10 +133,15 @@ def run_command(arguments: argparse.Namespace) -> int:
 def read_options(arguments: argparse.Namespace) -> BenchOptions:
     if not arguments.model:
         raise ConfigError("--model: expected a folder or a model name")
-    for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
+    for name in _COUNTS:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
+    for name in ("pool_ratio", "answer_timeout"):
+        if not 0 < getattr(arguments, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected a number of more than 0")
+    if arguments.cpu_bytes is not None:
+        size(MAX_BYTES_PER_SERVER).read("--cpu-bytes", arguments.cpu_bytes)
     config = arguments.kv_transfer_config
     if config is not None and "kv_connector" not in config:
         raise ConfigError("--kv-transfer-config: expected an object with the key kv_connector")
