@@ -53,8 +53,8 @@ MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
 MAX_PIN_SHARE: Final = 0.9
 DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 
-# Of those that are written, the first decides.
-CAPACITY_KEYS: Final = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
+# Of those that are written, the first decides: bytes, as in vLLM.
+CAPACITY_KEYS: Final = ("cpu_bytes_to_use_per_rank", "cpu_bytes_to_use", "num_cpu_blocks")
 
 ADAPTIVE: Final = "adaptive"
 EVICTION_POLICIES: Final = (ADAPTIVE, "lru", "slru", "returns")
@@ -88,7 +88,7 @@ class OffloadConfig:
     num_slots: int | None = setting(
         count(1, MAX_NUM_SLOTS, example=4096),
         None,
-        "Exact number of host blocks per rank; overrides both sizes.",
+        "Number of host blocks per rank, if neither size is set.",
         key="num_cpu_blocks",
     )
     lazy_offload: bool = setting(
@@ -209,8 +209,10 @@ class OffloadConfig:
     @property
     def capacity_key(self) -> str:
         """Return the key that decides the size of the pool."""
-        sizes = (self.num_slots, self.cpu_bytes_to_use_per_rank, self.cpu_bytes_to_use)
-        return CAPACITY_KEYS[[size is not None for size in sizes].index(True)]
+        per_rank, total, blocks = CAPACITY_KEYS
+        if self.num_slots is not None:
+            return blocks
+        return total if self.cpu_bytes_to_use_per_rank is None else per_rank
 
     @property
     def cpu_bytes_per_rank(self) -> int:
@@ -270,6 +272,8 @@ class OffloadConfig:
         if "cpu_bytes_to_use" in values:
             shares = size(MAX_BYTES_PER_SERVER, num_ranks=world_size)
             shares.read("cpu_bytes_to_use", written["cpu_bytes_to_use"])
+        if CAPACITY_KEYS[0] in values or CAPACITY_KEYS[1] in values:
+            values.pop("num_slots", None)
         _require_known_keys(written)
         if disk := _disk_tier(written, values, world_size):
             values["tiers"] = (disk,)

@@ -39,7 +39,7 @@ def advise(
         versions.warn_if_untested()
         _advise_on_failures(transfer_config)
         _advise_on_role(transfer_config)
-        _advise_on_sizes(extra, config)
+        _advise_on_sizes(extra, config, num_slots)
         _advise_on_other_connectors(extra)
         _advise_on_pool(pool, config)
         _advise_on_copies(kv_cache_config, config)
@@ -123,10 +123,12 @@ def _advise_on_role(transfer_config: Any) -> None:
         )
 
 
-def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None:
+def _advise_on_sizes(extra: Mapping[str, Any], config: OffloadConfig, num_slots: int) -> None:
     written = [key for key in CAPACITY_KEYS if key in extra]
     is_same = config.cpu_bytes_to_use == config.cpu_bytes_per_rank * config.world_size
-    if len(written) > 1 and not (is_same and config.num_slots is None):
+    is_same |= "cpu_bytes_to_use" not in extra
+    is_same &= abs(extra.get("num_cpu_blocks", num_slots) - num_slots) <= 1
+    if len(written) > 1 and not is_same:
         logger.warning(
             'Several keys set the size of the host pool: "%s" takes precedence, %s %s no effect. '
             "Remove the others.",

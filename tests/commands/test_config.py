@@ -86,8 +86,8 @@ SECRET = ours(tiers=[{"url": "redis://me:hunter2@kv"}, {"url": "file:///mnt/kv",
         (WRITTEN, "copy_threads", "1 default"),
         (
             ours(cpu_bytes_to_use="64GiB", num_cpu_blocks=7),
-            "cpu_bytes_to_use",
-            '"64GiB" written, no effect: "num_cpu_blocks" takes precedence',
+            "num_cpu_blocks",
+            '7 written, no effect: "cpu_bytes_to_use" takes precedence',
         ),
         (POLICY, "kv_load_failure_policy", '"recompute" written'),
         (

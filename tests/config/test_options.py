@@ -77,7 +77,11 @@ def test_of_several_sizes_one_counts_and_all_are_checked():
         "cpu_bytes_to_use_per_rank",
     )
     config = read(num_cpu_blocks=100, cpu_bytes_to_use_per_rank="2GiB")
-    assert (config.num_slots, config.capacity_key) == (100, "num_cpu_blocks")
+    assert (config.num_slots, config.capacity_key) == (None, "cpu_bytes_to_use_per_rank")
+    config = read(num_cpu_blocks=4468, cpu_bytes_to_use="120GiB")
+    assert (config.num_slots_of(3 << 20), config.capacity_key) == (40 << 10, "cpu_bytes_to_use")
+    config = read(num_cpu_blocks=100)
+    assert (config.num_slots_of(3 << 20), config.capacity_key) == (100, "num_cpu_blocks")
     with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
         read(cpu_bytes_to_use="junk", cpu_bytes_to_use_per_rank="2GiB", num_cpu_blocks=7)
 

@@ -45,7 +45,14 @@ def test_another_role_is_said_to_have_no_effect(logged, role):
         ({"num_cpu_blocks": 7}, None),
         (
             {"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 7},
-            '"num_cpu_blocks" takes precedence, "cpu_bytes_to_use" has no effect',
+            '"cpu_bytes_to_use" takes precedence, "num_cpu_blocks" has no effect',
+        ),
+        # They differ by no more than a block.
+        ({"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 100}, None),
+        ({"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 101}, None),
+        (
+            {"cpu_bytes_to_use_per_rank": "1GiB", "num_cpu_blocks": 102},
+            '"cpu_bytes_to_use_per_rank" takes precedence, "num_cpu_blocks" has no effect',
         ),
         (
             {"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use_per_rank": "1GiB"},
@@ -55,7 +62,7 @@ def test_another_role_is_said_to_have_no_effect(logged, role):
         ({"cpu_bytes_to_use": "4GiB", "cpu_bytes_to_use_per_rank": "1GiB"}, None),
         (
             {"cpu_bytes_to_use": 9999999, "cpu_bytes_to_use_per_rank": 99999, "num_cpu_blocks": 7},
-            '"num_cpu_blocks" takes precedence, "cpu_bytes_to_use_per_rank" and "cpu_bytes_to_use"',
+            '"cpu_bytes_to_use_per_rank" takes precedence, "cpu_bytes_to_use" and "num_cpu_blocks"',
         ),
     ],
 )
