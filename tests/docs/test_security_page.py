@@ -14,12 +14,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
+from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.config.tenants import parse
 from safe_offload.config.tiers import TierConfig, tiers
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
+from safe_offload.tiers.seal import PLAIN
 from safe_offload.tiers.tier import SealedTier
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
@@ -47,6 +49,8 @@ UNKNOWN_TO_REDIS_7_0 = re.findall(r"`(\+\S+)`", re.findall(r"Redis 7.0 does not 
 
 class ServerOfThePage(Server):
     """A server with the users of the page, and one of the test's."""
+
+    is_redis_7_0 = False
 
     def client(self, user: str = "admin") -> Redis:
         return Redis(
@@ -78,11 +82,13 @@ def running(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("acl")
     users = folder / "users.acl"
     text = ADMIN + ACLS
-    if request.param == "redis" and " v=7.0." in _version(binary):
+    is_redis_7_0 = request.param == "redis" and " v=7.0." in _version(binary)
+    if is_redis_7_0:
         for word in UNKNOWN_TO_REDIS_7_0:
             text = text.replace(f" {word}", "")
     users.write_text(text)
     with ServerOfThePage(folder, {"aclfile": str(users)}, binary=binary) as server:
+        server.is_redis_7_0 = is_redis_7_0
         yield server
 
 
@@ -140,6 +146,78 @@ async def test_an_engine_needs_no_other_right(server, values):
         assert not client.exists(key_of(NAMES[0])), "it was deleted"
     await tier.close()
     assert server.refused() == set()
+
+
+@pytest.fixture
+def cache(server, capsys):
+    """Run `safe-offload cache` as a user; return its exit status and what is said."""
+
+    def run(user, action, *more):
+        url = f"redis://{user}:PASSWORD@{server.host_port}"
+        status = main(["cache", action, url, *more])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return run
+
+
+ACTIONS = [("ls",), ("verify",), ("prune", "--older-than", "7d"), ("rm", "--all")]
+
+
+def stored(server: ServerOfThePage) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        for name in NAMES:
+            client.set(key_of(name), PLAIN.header(name, ()))
+
+
+def test_an_operator_needs_no_other_right(server, cache):
+    stored(server)
+    for action in ACTIONS:
+        status, said = cache("kv-operator", *action)
+        assert (status, "denies" in said) == (0, False), said
+    assert cache("kv-operator", "ls")[1].startswith("No engine has stored anything")
+    assert server.refused() == set()
+
+
+def test_an_operator_who_lacks_a_right_is_told_which(server, cache):
+    """Each is taken away alone; which of two lengths is asked for depends on `client|no-touch`."""
+    (line,) = re.findall(r"^user kv-operator (.*)", ACLS, re.MULTILINE)
+    words = {*line.split()} - ({*UNKNOWN_TO_REDIS_7_0} if server.is_redis_7_0 else set())
+    untouched, others = {"client|no-touch"}, {"scan", "getrange", "object|idletime"}
+    lacks = [{right} for right in (*others, "unlink")]
+    lacks += (
+        [{"memory|usage"}] if server.is_redis_7_0 else [{"strlen"}, {"memory|usage"} | untouched]
+    )
+    for lack in lacks:
+        stored(server)
+        left = [word for word in words if word[1:] not in lack]
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "less", "reset", *left)
+        (missing,) = lack - untouched
+        said = [text for _, text in (cache("less", *action) for action in ACTIONS)]
+        denied = {text for text in said if "denies" in text}
+        fix = f"Fix: add +{missing} to its ACL.\n"
+        label = f"redis://{server.host_port}"
+        assert denied == {f"safe-offload: {label}: it denies this user {missing}. {fix}"}, said
+    if not server.is_redis_7_0:
+        stored(server)
+        less = [word for word in words if word[1:] not in untouched]
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "less", "reset", *less)
+        assert [cache("less", *action)[0] for action in ACTIONS] == [0] * 4
+
+
+async def test_an_engine_that_lacks_a_right_says_which(server, caplog):
+    """Not those that it has."""
+    with server.client() as client:
+        rights = [f"+{right}" for right in commands.EVERY if right != "set"]
+        client.execute_command("ACL", "SETUSER", "less", "on", "nopass", "~safe-offload:*", *rights)
+    tier = server.tier("less")
+    assert await tier.spill(NAMES[:1], [filled((4096,))]) == [Result.FAILED]
+    await tier.close()
+    (line,) = [line for line in caplog.messages if "NOPERM" in line]
+    assert line.endswith("answers NOPERM. Its user may not run set: add +set to its ACL.")
 
 
 async def test_a_user_that_may_not_choose_a_database_is_told_so(server, caplog):

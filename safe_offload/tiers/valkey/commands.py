@@ -33,9 +33,13 @@ NOT_NEEDED: Final = frozenset({GETEX, DEL, SETNAME, SLOTS})
 """Without them it works, but reads with GET, which prolongs no life, keeps what is damaged, has no
 name in CLIENT LIST, and can use no cluster."""
 
-LOOKING: Final = ("scan", "strlen", "getrange", "exists", "object|idletime", SELECT, SLOTS)
+NO_TOUCH: Final = "client|no-touch"
+IDLE: Final = "object|idletime"
+SIZE: Final = "memory|usage"
+LOOKING: Final = ("scan", "strlen", "getrange", "exists", IDLE, SIZE, SELECT, SLOTS)
 DELETING: Final = ("unlink",)
-"""What `safe-offload cache` sends, with `client|no-touch` where that is known and allowed."""
+"""What `safe-offload cache` sends, with NO_TOUCH where that is known and allowed, else SIZE."""
+KNOWN: Final = frozenset({*EVERY, *LOOKING, *DELETING, NO_TOUCH})
 
 
 def sent_by(config: TierConfig) -> tuple[str, ...]:

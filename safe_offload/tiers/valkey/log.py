@@ -13,6 +13,7 @@ from safe_offload.tiers.naming import ALL_KEYS
 from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.valkey.commands import (
     DELETING,
+    KNOWN,
     LOOKING,
     READING,
     SLOTS,
@@ -61,18 +62,33 @@ class ServerLog(RareLog):
         if self.is_due(str(error)[:80]):
             logger.warning("Tier %s failed to use its server: %s.", self._label, error)
 
-    def refusal(self, code: str) -> None:
+    def refusal(self, answer: ErrorReply) -> None:
         """A server has answered an error."""
-        if self.is_due(code):
+        code, command = answer.code, _named(answer)
+        if self.is_due((code, command)):
             fix = _FIXES.get(code, "Check its log")
+            if command:
+                fix = f"Its user may not run {command}: {_grant(command)}"
             logger.warning("The server of tier %s answers %s. %s.", self._label, code, fix)
+
+
+def _named(answer: ErrorReply) -> str:
+    """Return the command that its user may not run; empty if it is none that is sent."""
+    return answer.command if answer.code == "NOPERM" and answer.command in KNOWN else ""
+
+
+def _grant(command: str) -> str:
+    return f"add {allowing([command])} to its ACL"
 
 
 def refusal(answer: ErrorReply) -> PlaceError:
     """Return what a server means that refuses an operator, and the fix; no word of its own."""
+    if command := _named(answer):
+        fix = _grant(command)
+        return PlaceError(f"it denies this user {command}", f"{fix[0].upper()}{fix[1:]}")
     if answer.code == "NOPERM":
         return PlaceError(
-            "it denies this user required commands",
+            "it denies this user required commands or keys",
             f"Log in as a user whose ACL has ~{ALL_KEYS} {allowing(LOOKING)}, and "
             f"{allowing(DELETING)} to delete",
         )

@@ -8,6 +8,7 @@ Source: https://redis.io/docs/latest/develop/reference/protocol-spec/, RESP2.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,10 +62,12 @@ class ErrorReply:
     Attributes:
         code: its first word, such as MOVED.
         text: the beginning of the rest. It may hold anything, a password too, so it is never shown.
+        command: that the user may not run, as an ACL calls it, if the rest names one: any word.
     """
 
     code: str
     text: str
+    command: str = ""
 
 
 class Misfit:
@@ -346,6 +349,7 @@ class _OpenList:
     elements: list[Tree] = field(default_factory=list)
 
 
+_REFUSED: Final = re.compile(r"to run the '([a-z|-]{1,32})' command", re.ASCII)
 _FLAGS: Final[dict[bytes, Line]] = {b":0": 0, b":1": 1}
 
 
@@ -361,7 +365,9 @@ def _read_line(line: bytes) -> Line:
     if kind == b"-":
         code, _, text = rest.decode("ascii", "replace").partition(" ")
         is_code = code.isascii() and code.isalpha() and code.isupper() and len(code) <= 32
-        return ErrorReply(code if is_code else "ERR", text[:WORD_BYTES_MAX])
+        named = _REFUSED.search(text)
+        command = named[1] if named else ""
+        return ErrorReply(code if is_code else "ERR", text[:WORD_BYTES_MAX], command)
     if line == b"$-1":
         return None
     raise WireError("the server answered in another protocol")

@@ -35,7 +35,18 @@ from safe_offload.tiers.naming import (
 )
 from safe_offload.tiers.seal import Digest
 from safe_offload.tiers.store import LISTED_MAX, PAGE_ITEMS, Item, Store, listed
-from safe_offload.tiers.valkey.commands import DEL, EXISTS, GET, GETEX, PEXPIRE, SET, words_of
+from safe_offload.tiers.valkey.commands import (
+    DEL,
+    EXISTS,
+    GET,
+    GETEX,
+    IDLE,
+    NO_TOUCH,
+    PEXPIRE,
+    SET,
+    SIZE,
+    words_of,
+)
 from safe_offload.tiers.valkey.log import ServerLog, refusal
 from safe_offload.tiers.valkey.login import CLIENT_NAME, Login, LoginError, command, explained
 from safe_offload.tiers.valkey.replies import ErrorReply, Line, Misfit, OversizeError, Tree
@@ -51,7 +62,7 @@ TEXT_BYTES_MAX: Final = DESCRIPTION_BYTES_MAX
 """Of one answer to an operator; it is received into the scratch memory of a connection."""
 
 T = TypeVar("T")
-_NO_TOUCH: Final = (b"CLIENT", b"NO-TOUCH", b"ON")
+_NO_TOUCH: Final = (*words_of(NO_TOUCH), b"ON")
 _STRANGE: Final = ErrorReply("ERR", "")
 """Stands for an answer of another kind than was asked for."""
 
@@ -244,7 +255,7 @@ class ValkeyStore(Store):
             return Result.ABSENT
         if problem.code == "WRONGTYPE":
             return Result.UNREADABLE
-        self._log.refusal(problem.code)
+        self._log.refusal(problem)
         if problem.code in ("NOPERM", "READONLY"):
             self._reads_extend = False  # the user may read, but not prolong
         if problem.code == "NOPERM" and is_write:
@@ -331,7 +342,7 @@ class ValkeyStore(Store):
             await self._refresh(version)
         for index, answer in enumerate(answers):
             if isinstance(answer, ErrorReply) and answer.code != "ASK":
-                self._log.refusal(answer.code)
+                self._log.refusal(answer)
                 answers[index] = LoginError(f"the server answers {answer.code}")
         return answers
 
@@ -467,11 +478,12 @@ class ValkeyStore(Store):
     async def _unlink(self, node: Node, keys: Sequence[bytes]) -> list[bool]:
         """Delete keys of one server; the user of an engine may have DEL alone."""
         answers = await self.answers(node, *((b"UNLINK", key) for key in keys))
-        if any(isinstance(each, ErrorReply) and each.code == "NOPERM" for each in answers):
+        denied = [a for a in answers if isinstance(a, ErrorReply) and a.code == "NOPERM"]
+        if denied:
             answers = await self.answers(node, *((b"DEL", key) for key in keys))
         for answer in answers:
             if isinstance(answer, ErrorReply):
-                raise refusal(answer)
+                raise refusal(denied[0] if denied and answer.code == "NOPERM" else answer)
         return [bool(answer) for answer in answers]
 
     async def _scan(self, pattern: str) -> AsyncIterator[tuple[Node, list[bytes]]]:
@@ -493,14 +505,14 @@ class ValkeyStore(Store):
     async def _items(self, node: Node, keys: Sequence[bytes]) -> AsyncIterator[Item]:
         found = [(ns, key) for key in keys if (ns := namespace_of_key(key))]
         found = [(ns, key) for ns, key in found if key != description_key(bytes.fromhex(ns))]
-        length = (b"STRLEN",) if self._keeps_use else (b"MEMORY", b"USAGE")
-        asked = [
-            words for _, key in found for words in ((b"OBJECT", b"IDLETIME", key), (*length, key))
-        ]
+        idle, length = words_of(IDLE), (b"STRLEN",) if self._keeps_use else words_of(SIZE)
+        asked = [words for _, key in found for words in ((*idle, key), (*length, key))]
         answers: Iterator[Any] = iter(await self.answers(node, *asked))
         now_s = time.time()
         for namespace, key in found:
             idle_s, size_bytes = next(answers), next(answers)
+            if isinstance(idle_s, ErrorReply) and idle_s.code == "NOPERM":
+                raise refusal(idle_s)  # another error is that of a policy that keeps no times
             if isinstance(size_bytes, ErrorReply) and size_bytes.code != "WRONGTYPE":
                 raise refusal(size_bytes)
             if not size_bytes:

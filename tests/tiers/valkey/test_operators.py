@@ -82,7 +82,12 @@ def test_servers_of_a_cluster_are_trusted_as_the_first_one_is(certificates):
 
 
 ERRORS = {
-    b"-NOPERM this user has no permissions": "denies this user required commands. Fix: log in",
+    b"-NOPERM this user has no permissions": "denies this user required commands or keys. Fix: log",
+    b"-NOPERM this user has no permissions to run the 'memory|usage' command": (
+        "denies this user memory|usage. Fix: add +memory|usage to its ACL"
+    ),
+    b"-NOPERM User x has no permissions to run the 'flushall' command": "denies this user required",
+    b"-ERR no permissions to run the 'memory|usage' command": "it answers with an error (ERR)",
     b"-LOADING it is": "is still loading its data. Fix: try again",
     b"-MOVED 1 127.0.0.1:1": "is a cluster that is changing (MOVED). Fix: try again",
     b"-MISCONF " + SECRET.encode(): "answers with an error (MISCONF). Fix: check the server's log",
