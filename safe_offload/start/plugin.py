@@ -12,10 +12,11 @@ Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/
 vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
 """
 
+import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from safe_offload import started  # noqa: F401  # it looks at the clock now, before a model loads
@@ -108,7 +109,8 @@ def _wrap_kv_transfer_config() -> None:
         return
 
     def around(post_init: Callable[..., None], config: Any, /, *args: Any, **kwargs: Any) -> None:
-        _check(settle, config)
+        with _as_pydantic_says():
+            _check(settle, config)
         post_init(config, *args, **kwargs)
 
     wrap(KVTransferConfig, "__post_init__", around)
@@ -129,6 +131,10 @@ def _complete_what_is_written(config_class: Any) -> None:
         names = [field.name for field in dataclasses.fields(config_class)]
 
         def read(written: Any) -> Any:
+            with _as_pydantic_says():
+                return read_inside(written)
+
+        def read_inside(written: Any) -> Any:
             if isinstance(written, Mapping):
                 return _check(complete, written) or written
             if not isinstance(written, ArgsKwargs):
@@ -159,6 +165,18 @@ def _complete_what_is_written(config_class: Any) -> None:
             raise
     except Exception:
         _logger.debug("KVTransferConfig is read as vLLM alone reads it", exc_info=True)
+
+
+@contextlib.contextmanager
+def _as_pydantic_says() -> Iterator[None]:
+    """Let our message be what pydantic's ends with: to a plain ValueError it adds a url."""
+    try:
+        yield
+    except ConfigError as error:
+        from pydantic_core import PydanticCustomError
+
+        kind = type(error).__name__
+        raise PydanticCustomError(kind, "{message}", {"message": str(error)}) from error
 
 
 def _check(check: Callable[[Any], Any], subject: Any) -> Any:

@@ -11,10 +11,12 @@ import math
 import os
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +127,20 @@ def _read_object(text: str) -> dict[str, Any]:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `safe-offload bench engine`; return 1 if the two engines disagree on a token."""
     options = read_options(arguments)
+    _require_vllm()
     found = measure(options, print, arguments.logs)
     publish(make_report(found), arguments)
     return 0 if found.num_different_answers == 0 else 1
+
+
+def _require_vllm() -> None:
+    with suppress(ImportError):
+        if find_spec("vllm") is not None:
+            return
+    raise ConfigError(
+        f"`bench engine` needs vLLM, which {sys.executable} does not have. Fix: pip install vllm "
+        "there, or run `python -m safe_offload bench engine` with the Python that has it."
+    )
 
 
 def read_options(arguments: argparse.Namespace) -> BenchOptions:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from safe_offload.commands.doctor.vllm_facts import MARK
 from safe_offload.compat import versions
 from safe_offload.config.transfer_config import CONNECTOR_NAME
+from safe_offload.errors import ConfigError
 from safe_offload.start import plugin
 from safe_offload.start.checks import take_offloading_size
 
@@ -185,6 +186,9 @@ def _in_words(error: Exception) -> str:
 def _of_pydantic(lines: Sequence[str]) -> str:
     """Return what is wrong, without what pydantic and argparse say around it."""
     for line in lines:
+        problem, is_ours, _ = line.partition(f" [type={ConfigError.__name__}")
+        if is_ours:
+            return problem.strip()
         _, is_pydantic, rest = line.partition("Value error, ")
         if is_pydantic:
             return rest.partition(" [type=value_error")[0]
