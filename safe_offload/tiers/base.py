@@ -78,6 +78,18 @@ class PlaceError(OSError):
         return f"{label}: {self.problem}. Fix: {fix[0].lower()}{fix[1:]}."
 
 
+class ToldError(OSError):
+    """A call to a tier that failed in its own process, which has logged why, and the fix."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what went wrong in words of ours or the system's, without names of classes."""
+    if isinstance(error, PlaceError) or not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    where = f" ({error.filename})" if error.filename is not None else ""
+    return f"{error.strerror or str(error) or type(error).__name__}{where}"
+
+
 class Tier(Protocol):
     """A place for objects.
 

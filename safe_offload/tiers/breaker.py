@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -43,6 +43,8 @@ class Breaker:
     def __init__(self, name: str, chance: Callable[[], float]) -> None:
         self._name = name
         self._chance = chance
+        self.siblings: Collection[Breaker] = ()
+        """Those of the same tier: of an outage that opens several, one line is logged."""
         self.state = BreakerState.CLOSED
         self._num_failures = 0
         self._pause_s = PAUSE_S
@@ -68,13 +70,16 @@ class Breaker:
         if self.state is not BreakerState.CLOSED:
             self._become(BreakerState.CLOSED)
             self._pause_s = PAUSE_S
-            logger.info("%s works again.", self._name)
+            level = logging.DEBUG if self._is_one_of_several() else logging.INFO
+            logger.log(level, "%s works again.", self._name)
 
-    def fail(self, problem: str) -> None:
-        """A call has failed."""
+    def fail(self, problem: str, *, is_told: bool = False) -> None:
+        """A call has failed; `is_told`: the log has a line about it, with the fix."""
         self._num_failures += 1
         if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
-            logger.warning(
+            is_told = is_told or self._is_one_of_several()
+            logger.log(
+                logging.DEBUG if is_told else logging.WARNING,
                 "%s has failed %d times in a row, last because %s. Circuit breaker open: the next "
                 "attempt is in about %g s, later ones less often. Requests bypass the tier.",
                 *(self._name, self._num_failures, problem, self._pause_s),
@@ -85,6 +90,9 @@ class Breaker:
         pause_s = self._pause_s * (0.5 + self._chance())
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         asyncio.get_running_loop().call_later(pause_s, self._end_pause)
+
+    def _is_one_of_several(self) -> bool:
+        return any(other.state is not BreakerState.CLOSED for other in self.siblings)
 
     def _end_pause(self) -> None:
         if self.state is BreakerState.OPEN:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.base import Name, Result, Tier
+from safe_offload.tiers.base import Name, Result, Tier, ToldError, reason_of
 from safe_offload.tiers.breaker import Breaker, BreakerState
 from safe_offload.tiers.naming import NAMESPACE_BYTES, NAMESPACES_MAX
 from safe_offload.tiers.waiting import outlast
@@ -92,6 +92,8 @@ class GuardedTier:
             operation: Breaker(f"Tier {tier.label} ({operation.value})", chance)
             for operation in Operation
         }
+        for breaker in self._breakers.values():
+            breaker.siblings = [each for each in self._breakers.values() if each is not breaker]
         self._lanes = {
             Operation.FETCH: asyncio.Semaphore(NUM_FETCHES),
             Operation.SPILL: asyncio.Semaphore(NUM_SPILLS),
@@ -171,7 +173,7 @@ class GuardedTier:
             return None
         found, problem = _result_of(task, len(names), bool)
         if problem:
-            breaker.fail(problem)
+            breaker.fail(problem, is_told=_is_told(task))
             self._note(Operation.PROBE, seconds, {Result.FAILED.value: len(names)})
             return None
         breaker.succeed()
@@ -235,6 +237,7 @@ class GuardedTier:
         results, problem = _result_of(task, len(names), Result)
         results = results or [Result.FAILED] * len(names)
         seconds = loop.time() - begin_s
+        is_told = _is_told(task)
         counts = Counter(results)
         if num_refused := counts.pop(Result.REFUSED, 0):
             counts[Result.FAILED] += num_refused
@@ -243,12 +246,13 @@ class GuardedTier:
             if not problem and not num_moved + counts[Result.PRESENT]:
                 if counts[Result.FAILED]:
                     problem = f"a {operation.value} failed"
+                    is_told = is_told or getattr(self.tier, "tells_why", False)
                 elif counts[Result.STILL_FULL]:
                     problem = "there was no room"
                 elif is_late:
                     problem = f"a {operation.value} did not start within {seconds:g} s"
             if problem:
-                breaker.fail(problem)
+                breaker.fail(problem, is_told=is_told)
             elif counts[Result.CANCELLED] < len(names):
                 breaker.succeed()
             elif is_trial:
@@ -320,12 +324,16 @@ async def _run(call: Callable[..., Any], *args: object) -> Any:
     return await call(*args)
 
 
+def _is_told(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and isinstance(task.exception(), ToldError)
+
+
 def _result_of(task: asyncio.Task[Any], num_names: int, kind: type) -> tuple[list[Any], str]:
     """Return what a task that has ended says of each name, or nothing and what is wrong with it."""
     if task.cancelled():
         return [], "it was cancelled and returned no result"
     if (error := task.exception()) is not None:
-        return [], f"of {type(error).__name__}: {error}"
+        return [], reason_of(error)
     found = task.result()
     if not isinstance(found, list) or len(found) != num_names:
         return [], f"it did not return one result for each of the {num_names} objects"

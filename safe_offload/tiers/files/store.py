@@ -25,7 +25,7 @@ from safe_offload.config.tenants import TenantsFile
 from safe_offload.config.tiers import TierConfig
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Name, PlaceError, Result
+from safe_offload.tiers.base import Name, PlaceError, Result, reason_of
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.files import upkeep
 from safe_offload.tiers.files.capacity import LOCK_FILE, USAGE_FILE, CapacityShare, keep
@@ -59,6 +59,10 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
+
+_FIX: Final = "check its device or mount (dmesg)"
+_MAY_NOT: Final = "let the engines' user write there, on a file system that is mounted read-write"
+_FIXES: Final = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _MAY_NOT)
 
 T = TypeVar("T")
 Work = Callable[["_Visit", Batch, int], Result]
@@ -206,8 +210,12 @@ class FileStore(Store):
     # ---- on threads ---------------------------------------------------------------------------
 
     def _ask(self, names: Sequence[Name]) -> list[bool]:
-        with _Visit(self._place) as visit:
-            return [visit.has(name) for name in names]
+        try:
+            with _Visit(self._place) as visit:
+                return [visit.has(name) for name in names]
+        except OSError as error:
+            self._log.failure(error)
+            raise
 
     def _delete(self, keys: Sequence[str]) -> list[bool]:
         with _Visit(self._place) as visit:
@@ -495,18 +503,25 @@ class _Log(RareLog):
 
     def failure(self, error: OSError) -> None:
         if self.is_due(error.errno):
-            logger.warning("Tier %s failed to read or write: %s", self._label, error)
+            fix = _FIXES.get(error.errno or 0, _FIX)
+            fix = "" if isinstance(error, NotOursError) else f". Fix: {fix}"  # it has its own
+            reason = reason_of(error)
+            logger.warning("Tier %s failed to read or write: %s%s.", self._label, reason, fix)
 
     def no_room(self, error: OSError) -> None:
         if self.is_due(error.errno):
-            logger.warning("The file system of tier %s is full: %s", self._label, error)
+            logger.warning(
+                "The file system of tier %s is full: %s. Objects are evicted. Fix: free space or "
+                'inodes on it, write a "capacity" into the tier, or run safe-offload cache prune.',
+                *(self._label, reason_of(error)),
+            )
 
     def no_help(self, error: OSError) -> None:
         if self.is_due("no help"):
             logger.warning(
                 "Evicting objects of tier %s freed no space: %s. Eviction stops; reads continue. "
-                "Fix: free space or inodes on its file system, or raise the quota of user %d",
-                *(self._label, error, os.geteuid()),
+                "Fix: free space or inodes on its file system, or raise the quota of user %d.",
+                *(self._label, reason_of(error), os.geteuid()),
             )
 
 

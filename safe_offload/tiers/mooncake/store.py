@@ -23,7 +23,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Name, PlaceError, Result
+from safe_offload.tiers.base import Name, PlaceError, Result, reason_of
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
 from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
@@ -91,7 +91,11 @@ class MooncakeStore(Store):
     # ---- engines ------------------------------------------------------------------------------
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
-        found: list[bool] = await self._ask(self._home.has, [self.key_of(name) for name in names])
+        try:
+            found: list[bool] = await self._ask(self._home.has, list(map(self.key_of, names)))
+        except OSError as error:
+            self._tell(error)
+            raise
         return found
 
     async def get(self, batch: Batch) -> None:
@@ -128,11 +132,7 @@ class MooncakeStore(Store):
         try:
             return await asyncio.wrap_future(self._askers.submit(call, *arguments))
         except OSError as error:
-            raise PlaceError(
-                f"there is no connection to the master: {error.strerror or error}",
-                "Check the url, the network, and whether mooncake_master runs",
-                is_down=True,
-            ) from error
+            raise _no_master(error) from error
 
     async def _run(self, work: Work, bytes_max: int, batch: Batch) -> None:
         jobs = [self._movers.submit(self._work_off, work, bytes_max, batch) for _ in range(JOBS)]
@@ -153,6 +153,12 @@ class MooncakeStore(Store):
 
     # ---- on threads ---------------------------------------------------------------------------
 
+    def _tell(self, error: OSError) -> None:
+        if isinstance(error, ConnectionError):
+            error = _no_master(error)
+        if self._log.is_due(reason_of(error)[:80]):
+            logger.warning("Tier %s failed to use its store: %s.", self.label, reason_of(error))
+
     def _leave(self) -> None:
         self._movers.shutdown(wait=True)
         self._mover.close()
@@ -165,8 +171,7 @@ class MooncakeStore(Store):
             while chunk := list(_chunk_of(batch, bytes_max)):
                 work(batch, chunk)
         except OSError as error:
-            if self._log.is_due(str(error)[:80]):
-                logger.warning("Tier %s failed to use its store: %s.", self.label, error)
+            self._tell(error)
         finally:
             undone = [index for index in chunk if batch.results[index] is Result.CANCELLED]
             batch.settle([*undone, *(batch.take_left() if undone else ())], Result.FAILED)
@@ -257,6 +262,14 @@ class MooncakeStore(Store):
 
     def description_key(self, namespace: str) -> str:
         return naming.description_key(bytes.fromhex(namespace)).decode()
+
+
+def _no_master(error: OSError) -> PlaceError:
+    return PlaceError(
+        f"there is no connection to the master: {error.strerror or error}",
+        "Check the url, the network, and whether mooncake_master runs",
+        is_down=True,
+    )
 
 
 def _save_keys(page: str) -> IO[bytes]:

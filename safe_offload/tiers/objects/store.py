@@ -296,7 +296,8 @@ class BucketStore(Store):
             return await request
         except Exception as error:
             problem = StoreError(error, self._scheme, absent)
-            if problem.kind not in answers and self._log.is_due((what, problem.kind)):
+            kind = problem.kind if problem.is_down else (what, problem.kind)
+            if problem.kind not in answers and self._log.is_due(kind):
                 fix = f"Fix: {problem.fix[0].lower()}{problem.fix[1:]}."
                 logger.warning(
                     "Tier %s failed to %s: %s. %s", self.label, what, problem.problem, fix

@@ -23,7 +23,7 @@ from safe_offload.errors import ConfigError
 from safe_offload.event_loop import new_event_loop
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import map_file
-from safe_offload.tiers.base import Name
+from safe_offload.tiers.base import Name, reason_of
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.tier import SealedTier
@@ -118,7 +118,7 @@ class _Child:
                 move = self._tier.fetch if verb == "fetch" else self._tier.spill
                 found = [result.value for result in await move(named, slots)]
         except (Exception, asyncio.CancelledError) as error:  # a probe may be cancelled
-            self._send("failed", number, f"{type(error).__name__}: {error}")
+            self._send("failed", number, reason_of(error))
         else:
             self._tell()
             self._send("done", number, found)

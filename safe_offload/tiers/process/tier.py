@@ -27,7 +27,7 @@ from safe_offload.errors import ConfigError
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import MappedFile
 from safe_offload.threads import environment
-from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.base import Name, Result, ToldError
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
 from safe_offload.tiers.process.child import Setup, framed, read
 from safe_offload.tiers.seal import Seal
@@ -57,10 +57,13 @@ class ProcessTier:
 
     Attributes:
         process: that runs, or has ended last.
+        tells_why: the log says why an object failed, with the fix.
 
     Raises:
         ConfigError: as `open_store`, or the process does not start.
     """
+
+    tells_why = True
 
     def __init__(self, setup: Setup, facts: Mapping[str, str], memory: MappedFile) -> None:
         self.label = setup.config.location.label
@@ -312,7 +315,7 @@ class Process:
         if kind == "done":
             answer.set_result(found)
         else:
-            answer.set_exception(OSError(errno.EIO, found))
+            answer.set_exception(ToldError(errno.EIO, found))
 
 
 def opener(memory: MappedFile, layout: HostLayout) -> OpenTier:

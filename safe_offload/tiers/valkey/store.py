@@ -96,7 +96,11 @@ class ValkeyStore(Store):
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
         keys = [key_of(name) for name in names]
-        answers = await self._ask(keys, [_EXISTS % (len(key), key) for key in keys])
+        try:
+            answers = await self._ask(keys, [_EXISTS % (len(key), key) for key in keys])
+        except OSError as error:
+            self._log.failure(error)
+            raise
         failures = [answer for answer in answers if isinstance(answer, OSError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
