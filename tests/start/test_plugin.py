@@ -214,7 +214,10 @@ NEEDS_ROLE = "Please specify kv_role"
 SAYS = {
     "role_refused": 'Fix: write "kv_role": "kv_both"',
     "role_wrong": "kv_role",
-    "wrong_key": 'argument --kv-transfer-config: .*Fix: write "cpu_bytes_to_use"',
+    "wrong_key": (
+        'argument --kv-transfer-config: .*Fix: write "cpu_bytes_to_use"[^\n]*remove it. '
+        r"\[type=ConfigError\]\s*\Z"
+    ),
     "misplaced": '"kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}',
     "misspelt": 'Fix: write "kv_connector": "SafeCPUOffloadConnector"',
     "unknown": "Unexpected keyword argument",

@@ -275,7 +275,7 @@ async def test_a_full_disk_drops_stores_and_makes_room(
             results.append(await spill_one(tier, name, source))
         assert set(results) == {Result.DONE, Result.FULL}
         assert results.count(Result.DONE) > 60, "the disk holds about 60: some were evicted"
-        assert any("is full" in line for line in said(package_log))
+        assert any("is full" in line and "Fix: free" in line for line in said(package_log))
         assert len(said(package_log)) == 1
         there = await tier.probe(names)
         assert 30 < sum(there) < 64
