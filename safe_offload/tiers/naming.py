@@ -33,7 +33,7 @@ HASH_BYTES_MAX: Final = 64
 DESCRIPTION_FILE: Final = "namespace.json"
 DESCRIPTION_BYTES_MAX: Final = 192 * KIB
 """That are read of one: anyone may have written it."""
-KEY_BYTES_MAX: Final = 4096
+KEY_BYTES_MAX: Final = 2048
 
 _DEPTH_MAX: Final = 8
 """Of the facts of a description."""

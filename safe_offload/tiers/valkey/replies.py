@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers
-from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.naming import HEADER_BYTES, KEY_BYTES_MAX
 
 LINE_BYTES_MAX: Final = 1024
 """Of a reply of one line, an error too."""
@@ -23,6 +23,8 @@ TEXT_BYTES_MAX: Final = 1024
 """Of a string that is not an object."""
 REPLY_BYTES_MAX: Final = 1 << 20
 """Of a reply that is a list: as it comes, and with ELEMENT_BYTES for each element that is kept."""
+PAGE_BYTES_MAX: Final = 4 << 20
+"""Of a page of keys, in the same way."""
 ELEMENT_BYTES: Final = 64
 PIECE_BYTES: Final = 16 << 10
 """Of a list no more is received, and so read, at once: the loop does other things in between."""
@@ -262,6 +264,8 @@ class AnyReply(Want):
         text_bytes_max: of each string; they are received into scratch memory.
     """
 
+    _skips_texts = False  # that are too long; they are empty then
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -269,6 +273,7 @@ class AnyReply(Want):
         text_bytes_max: int = TEXT_BYTES_MAX,
     ) -> None:
         super().__init__(loop)
+        self._skipped_bytes = 0  # of the text that comes next
         self._keep = keep
         self._text_bytes_max = text_bytes_max
         self._open: list[_OpenList] = []
@@ -279,6 +284,10 @@ class AnyReply(Want):
         return max(PIECE_BYTES, self._text_bytes + 2)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
+        if self._skipped_bytes:
+            count = min(end - start, self._skipped_bytes)
+            self._skipped_bytes -= count
+            return start + count
         if self._text_bytes >= 0:
             return self._read_text(data, start, end)
         line_end = _line_end(data, start, end)
@@ -290,6 +299,8 @@ class AnyReply(Want):
             self._begin_list(_number(line[1:]))
         elif line[:1] == b"$" and line != b"$-1":
             self._text_bytes = _number(line[1:])
+            if self._skips_texts and self._text_bytes > self._text_bytes_max:
+                self._skipped_bytes, self._text_bytes = self._text_bytes, 0
             if not 0 <= self._text_bytes <= self._text_bytes_max:
                 raise WireError("the server answered too long a text")
         elif line[:1] == b"-" and self._open:
@@ -338,6 +349,16 @@ class AnyReply(Want):
         """Close the lists that are complete."""
         if self._open[-1].num_missing == 0:
             self._add(self._open.pop().elements)
+
+
+class KeyPage(AnyReply):
+    """A page of keys; of those that are too long to be ours nothing is kept."""
+
+    _skips_texts = True
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop, text_bytes_max=KEY_BYTES_MAX)
+        self._left_bytes = PAGE_BYTES_MAX
 
 
 @dataclass(slots=True)

@@ -414,10 +414,7 @@ class ValkeyStore(Store):
         """Send commands, and return the answer to each: an `ErrorReply` where it is refused."""
 
         async def work(wire: Wire) -> list[Tree]:
-            if wire not in self._told:  # Valkey and Redis know it from 7.2 on
-                if isinstance(await wire.ask_tree([command(*_NO_TOUCH)]), ErrorReply):
-                    self._keeps_use = False
-                self._told.add(wire)
+            await self._tell(wire)
             asked = [
                 wire.ask_tree([command(*words)], text_bytes_max=TEXT_BYTES_MAX)
                 for words in commands
@@ -425,6 +422,13 @@ class ValkeyStore(Store):
             return [await answer for answer in asked]
 
         return await self._in_time(node, node.data.use(work))
+
+    async def _tell(self, wire: Wire) -> None:
+        """Let looks on a connection be no uses; Valkey and Redis know that from 7.2 on."""
+        if wire not in self._told:
+            if isinstance(await wire.ask_tree([command(*_NO_TOUCH)]), ErrorReply):
+                self._keeps_use = False
+            self._told.add(wire)
 
     async def _in_time(self, node: Node | None, work: Awaitable[T]) -> T:
         try:
@@ -492,11 +496,16 @@ class ValkeyStore(Store):
 
     async def _scan(self, pattern: str) -> AsyncIterator[tuple[Node, list[bytes]]]:
         """Yield keys of one server at a time; one may come twice."""
+
+        async def work(wire: Wire) -> Tree:
+            await self._tell(wire)
+            words = (b"MATCH", pattern.encode(), b"COUNT", b"%d" % PAGE_ITEMS)
+            return await wire.ask_keys([command(b"SCAN", cursor, *words)])
+
         for node in await self.nodes():
             cursor = b"0"
             while True:
-                words = (cursor, b"MATCH", pattern.encode(), b"COUNT", b"%d" % PAGE_ITEMS)
-                match (await self.answers(node, (b"SCAN", *words)))[0]:
+                match await self._in_time(node, node.data.use(work)):
                     case [bytes(cursor), list(found)]:
                         yield node, [key for key in found if isinstance(key, bytes)]
                     case ErrorReply() as refused:

@@ -25,6 +25,7 @@ from safe_offload.tiers.valkey.replies import (
     TEXT_BYTES_MAX,
     AnyReply,
     ErrorReply,
+    KeyPage,
     Line,
     Lines,
     Misfit,
@@ -108,6 +109,12 @@ class Wire(asyncio.BufferedProtocol):
     ) -> asyncio.Future[Tree]:
         """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
         want = AnyReply(self._loop, keep, text_bytes_max)
+        self._ask(command, want)
+        return want.future
+
+    def ask_keys(self, command: Iterable[bytes]) -> asyncio.Future[Tree]:
+        """Send a command with a page of keys as reply; see `KeyPage`."""
+        want = KeyPage(self._loop)
         self._ask(command, want)
         return want.future
 

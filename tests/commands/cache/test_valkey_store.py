@@ -102,6 +102,22 @@ def test_keys_are_printed_escaped(call, client, server):
     assert r"\x1b[2J\r" in text
 
 
+def test_keys_that_are_too_long_to_be_ours_are_passed_over(call, keys):
+    start = keys.name(0)[:-8].encode()
+    with keys.client.pipeline() as several:
+        for number in range(1200):
+            several.set(b"%b%d%b" % (start, number, b"x" * 1500), b"x")
+        for size in (3000, 300_000):
+            several.set(start + b"y" * size, b"x")
+        several.execute()
+    assert "1,213 objects" in call("ls", keys.url)[1]
+    assert call("rm", keys.url, "--all")[0] == 0
+    assert {len(name) for name in keys.names() if name not in keys.foreign} == {
+        len(start) + 3000,
+        len(start) + 300_000,
+    }
+
+
 def test_only_commands_that_touch_what_is_ours_are_sent(call, client, server):
     client.config_resetstat()
     call("ls", url(server))
