@@ -36,6 +36,8 @@ WHOLE_TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 16 * MIB
 INTERVAL_S: Final = 2.0
 INTERVAL_S_MAX: Final = 3600
+VALUE_MAX: Final = 2.0**63
+"""Of a sample: whatever answers may say anything."""
 NOTHING: Final = "-"
 COLUMN_WIDTH_MIN: Final = 48
 """Two columns, or more, stand side by side from that on."""
@@ -204,7 +206,9 @@ def parse(text: str, url: str) -> Reading:
                 if name == f"{PREFIX}info" and value:
                     info = labels
                 elif name.startswith(PREFIX) or name == PROMPT_TOKENS:
-                    samples[name, frozenset(labels.items())] = value
+                    # NaN is not comparable; sums of what is kept are finite.
+                    is_number = abs(value) <= VALUE_MAX
+                    samples[name, frozenset(labels.items())] = value if is_number else 0.0
     except ValueError as problem:
         raise TopError(
             f"{url} does not answer with metrics ({printable(str(problem))}). Fix: name the "

@@ -632,3 +632,15 @@ def test_doctor_reads_the_address_among_vllms_arguments():
     arguments = Namespace(rest=["serve", "m", "--url", "http://a:1"], json=False, url="")
     assert read_rest(arguments) == ["m"]
     assert arguments.url == "http://a:1"
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308", "-1e308", "9" * 400])
+def test_numbers_that_are_none_are_shown_as_nothing(server, capsys, value):
+    """Whatever answers there."""
+    everything = (line.rpartition(" ") for line in server.body().decode().splitlines())
+    server.text = "".join(
+        f"{name} {number}\n" if name.startswith("#") else f"{name} {value}\n"
+        for name, _, number in everything
+    )
+    text = shown(server, capsys)
+    assert not {"nan", "inf"} & {*text.lower().replace("(", " ").split()}

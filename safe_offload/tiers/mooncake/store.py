@@ -52,6 +52,7 @@ PAGES_PORT: Final = 9003
 PAGES_TIMEOUT_S: Final = 10.0
 PAGES_WHOLE_S: Final = 120.0
 PAGES_BYTES_MAX: Final = 512 * MIB
+PAGES_LINE_BYTES_MAX: Final = 16 * MIB
 PAGES_PIECE_BYTES: Final = 64 << 10
 OBJECT_BYTES_MAX: Final = 256 * MIB
 """Of what an operator reads, at once: anyone may have written objects of any length."""
@@ -280,11 +281,14 @@ def _save_keys(page: str) -> IO[bytes]:
     """
     end_s = time.monotonic() + PAGES_WHOLE_S
     keys = tempfile.TemporaryFile()  # noqa: SIM115 - who reads it drops it
-    num_bytes, line = 0, b""
+    num_bytes = line_bytes = 0
+    line = b""
     with urllib.request.urlopen(page, timeout=PAGES_TIMEOUT_S) as answer:
         while piece := answer.read1(PAGES_PIECE_BYTES):
             num_bytes += len(piece)
-            if num_bytes > PAGES_BYTES_MAX or time.monotonic() > end_s:
+            line_bytes = len(piece) + (0 if b"\n" in piece else line_bytes)
+            is_long = num_bytes > PAGES_BYTES_MAX or line_bytes > PAGES_LINE_BYTES_MAX
+            if is_long or time.monotonic() > end_s:
                 raise OSError(errno.EFBIG, f"it has not ended after {format_bytes(num_bytes)}")
             *lines, line = (line + piece).split(b"\n")
             keys.writelines(b"%b\n" % key for key in lines if naming.namespace_of_key(key))
