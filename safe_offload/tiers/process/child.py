@@ -28,6 +28,8 @@ from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.tier import SealedTier
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
 LENGTH_BYTES: Final = 4
 LOOK_S: Final = 1.0
 
@@ -118,6 +120,10 @@ class _Child:
                 move = self._tier.fetch if verb == "fetch" else self._tier.spill
                 found = [result.value for result in await move(named, slots)]
         except (Exception, asyncio.CancelledError) as error:  # a probe may be cancelled
+            if isinstance(error, Exception) and not isinstance(error, OSError):
+                logger.exception(
+                    "Unexpected error in tier %s, which stays in use", self._tier.label
+                )
             self._send("failed", number, reason_of(error))
         else:
             self._tell()
