@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -38,13 +38,17 @@ _NEXT = {
 
 
 class Breaker:
-    """A circuit breaker for one kind of call to a tier; it belongs to the loop's thread."""
+    """A circuit breaker for one kind of call to a tier; it belongs to the loop's thread.
 
-    def __init__(self, name: str, chance: Callable[[], float]) -> None:
+    Args:
+        together: those of a tier, which it joins: if an outage opens several, one says so.
+    """
+
+    def __init__(self, name: str, chance: Callable[[], float], together: list[Breaker]) -> None:
         self._name = name
         self._chance = chance
-        self.siblings: Collection[Breaker] = ()
-        """Those of the same tier: of an outage that opens several, one line is logged."""
+        self._together = together
+        together.append(self)
         self.state = BreakerState.CLOSED
         self._num_failures = 0
         self._pause_s = PAUSE_S
@@ -92,7 +96,7 @@ class Breaker:
         asyncio.get_running_loop().call_later(pause_s, self._end_pause)
 
     def _is_one_of_several(self) -> bool:
-        return any(other.state is not BreakerState.CLOSED for other in self.siblings)
+        return any(it.state is not BreakerState.CLOSED for it in self._together if it is not self)
 
     def _end_pause(self) -> None:
         if self.state is BreakerState.OPEN:

@@ -88,12 +88,11 @@ class GuardedTier:
         self._slot_bytes = slot_bytes
         self._write_bytes_per_s = write_bytes_per_s
         self._written_until_s = 0.0
+        together: list[Breaker] = []
         self._breakers = {
-            operation: Breaker(f"Tier {tier.label} ({operation.value})", chance)
+            operation: Breaker(f"Tier {tier.label} ({operation.value})", chance, together)
             for operation in Operation
         }
-        for breaker in self._breakers.values():
-            breaker.siblings = [each for each in self._breakers.values() if each is not breaker]
         self._lanes = {
             Operation.FETCH: asyncio.Semaphore(NUM_FETCHES),
             Operation.SPILL: asyncio.Semaphore(NUM_SPILLS),
@@ -246,7 +245,7 @@ class GuardedTier:
             if not problem and not num_moved + counts[Result.PRESENT]:
                 if counts[Result.FAILED]:
                     problem = f"a {operation.value} failed"
-                    is_told = is_told or getattr(self.tier, "tells_why", False)
+                    is_told = True  # as `Store` has it
                 elif counts[Result.STILL_FULL]:
                     problem = "there was no room"
                 elif is_late:

@@ -512,7 +512,7 @@ class _Log(RareLog):
         if self.is_due(error.errno):
             logger.warning(
                 "The file system of tier %s is full: %s. Objects are evicted. Fix: free space or "
-                'inodes on it, write a "capacity" into the tier, or run safe-offload cache prune.',
+                'inodes on it, or write a "capacity" into the tier.',
                 *(self._label, reason_of(error)),
             )
 

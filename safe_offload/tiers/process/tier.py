@@ -57,13 +57,10 @@ class ProcessTier:
 
     Attributes:
         process: that runs, or has ended last.
-        tells_why: the log says why an object failed, with the fix.
 
     Raises:
         ConfigError: as `open_store`, or the process does not start.
     """
-
-    tells_why = True
 
     def __init__(self, setup: Setup, facts: Mapping[str, str], memory: MappedFile) -> None:
         self.label = setup.config.location.label
