@@ -44,7 +44,7 @@ SECTIONS = {
 
 
 def section_of(alert: str) -> str:
-    return SECTIONS[ALERTS[alert]["runbook"].partition("#")[2]]
+    return SECTIONS[ALERTS[alert]["runbook_url"].partition("#")[2]]
 
 
 def rows(section: str) -> list[dict[str, str]]:
@@ -82,7 +82,7 @@ ROWS = [(title, row) for title, section in SECTIONS.items() for row in rows(sect
 
 @pytest.mark.parametrize("alert", ALERTS)
 def test_an_alert_leads_to_a_section_of_its_own(alert):
-    page, _, anchor = ALERTS[alert]["runbook"].partition("#")
+    page, _, anchor = ALERTS[alert]["runbook_url"].partition("#")
     assert ROOT / page == OPERATE / "runbook.md"
     assert SECTIONS[anchor].strip().startswith(f"`{alert}`: "), "it says whose it is"
     (row,) = re.findall(rf"^- `{alert}` .*", (OPERATE / "dashboard.md").read_text(), re.MULTILINE)
@@ -90,7 +90,7 @@ def test_an_alert_leads_to_a_section_of_its_own(alert):
 
 
 def test_a_section_is_of_one_alert():
-    assert len({annotations["runbook"] for annotations in ALERTS.values()}) == len(ALERTS) == 10
+    assert len({annotations["runbook_url"] for annotations in ALERTS.values()}) == len(ALERTS) == 10
 
 
 @pytest.mark.parametrize("alert", ALERTS)
