@@ -363,6 +363,49 @@ def test_helm_refuses_values_that_do_not_go_together(values, words):
     assert words in done.stderr
 
 
+WRITTEN = {
+    "-tp": "tensorParallelSize",
+    "--tensor-parallel-size": "tensorParallelSize",
+    "-dp": "dataParallelSize",
+    "--data-parallel-size": "dataParallelSize",
+    "--kv-transfer-config": "extraConfig",
+    "--kv-offloading-size": "cpuBytesToUse",
+    "--shutdown-timeout": "shutdownTimeout",
+    "--port": "service.port",
+}
+"""Flags of vLLM that the chart writes or relies on, with the value to set in their place."""
+
+
+@needs_helm
+@pytest.mark.parametrize("flag", WRITTEN)
+def test_a_flag_that_the_chart_writes_is_refused_in_every_spelling_that_vllm_reads(flag):
+    """With dashes, underscores or both, its value after `=` or apart, and cut short."""
+    parser = make_serve_parser()
+    dests = {name: action.dest for action in parser._actions for name in action.option_strings}
+    value = "{}" if flag == "--kv-transfer-config" else "3"
+    underscored = f"{flag[:2]}{flag[2:].replace('-', '_')}"
+    mixed = f"{flag[:2]}{flag[2:].replace('-', '_', 1)}"
+    default = parser.parse_args(["model"])
+    for spelled in dict.fromkeys((flag, underscored, mixed, flag[:-1])):
+        for words in ([spelled, value], [f"{spelled}={value}"]):
+            try:
+                read = parser.parse_args(["model", *words])
+            except SystemExit:  # too short, so that it may be another
+                continue
+            assert getattr(read, dests[flag]) != getattr(default, dests[flag])
+            done = helm("template", "vllm", str(CHART), values={"args": words})
+            assert done.returncode == 1, words
+            fix = f"args has {words[0]}, which the chart writes: set {WRITTEN[flag]} instead"
+            assert fix in done.stderr
+
+
+@needs_helm
+def test_every_other_flag_of_vllm_is_taken():
+    flags = {name for action in make_serve_parser()._actions for name in action.option_strings}
+    assert flags > WRITTEN.keys()
+    render({"args": [f"{flag}=1" for flag in sorted(flags - WRITTEN.keys())]})
+
+
 def test_every_value_has_its_place_in_the_schema_and_the_other_way_round():
     schema = json.loads((CHART / "values.schema.json").read_text())
 

@@ -147,9 +147,14 @@ volumeMounts:
 {{- define "safe-offload.check" -}}
 {{- $tiers := fromJsonArray (include "safe-offload.tiers" .) -}}
 {{- with .Values -}}
-{{- range .args -}}
-{{- if regexMatch "^(--kv-transfer-config|--(tensor|data)-parallel-size|-tp|-dp|--shutdown-timeout|--port)([=.]|$)" . -}}
-{{- fail (printf "args has %s, which the chart writes: see values.yaml for the value that it comes from" .) -}}
+{{- $written := dict "--kv-transfer-config" "extraConfig" "--kv-offloading-size" "cpuBytesToUse" "--tensor-parallel-size" "tensorParallelSize" "-tp" "tensorParallelSize" "--data-parallel-size" "dataParallelSize" "-dp" "dataParallelSize" "--shutdown-timeout" "shutdownTimeout" "--port" "service.port" -}}
+{{- range $arg := .args -}}
+{{- /* vLLM reads underscores as dashes, and a flag that is cut short as the only one it can be. */ -}}
+{{- $flag := regexFind "^--?[^=.]+" $arg | replace "_" "-" -}}
+{{- range $name, $value := $written -}}
+{{- if and $flag (hasPrefix $flag $name) -}}
+{{- fail (printf "args has %s, which the chart writes: set %s instead" $arg $value) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $key := list "cpu_bytes_to_use" "cpu_bytes_to_use_per_rank" "num_cpu_blocks" "share" "tiers" -}}
