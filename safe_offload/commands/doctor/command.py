@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 _DEFAULT_CONFIG: Final = json.dumps({"kv_connector": CONNECTOR_NAME})
 _PASTED: Final = ("vllm", "serve")
+_FLAG: Final = re.compile(r"^--[^=.]+")
+_CUT_SHORT: Final = "--kv-t"
+"""vLLM reads any beginning of --kv-transfer-config, and its keys after a dot."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -88,7 +92,11 @@ def run_command(arguments: Namespace) -> int:
 
 def read_rest(arguments: Namespace) -> list[str]:
     """Return the arguments of `vllm serve`; our options may stand among them, also after `--`."""
-    rest = [argument for argument in arguments.rest if argument != "--"]
+    rest = [
+        _FLAG.sub(lambda flag: flag[0].replace("_", "-"), argument)  # as vLLM reads them
+        for argument in arguments.rest
+        if argument != "--"
+    ]
     while rest and rest[0] in _PASTED:
         rest.pop(0)
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -98,7 +106,7 @@ def read_rest(arguments: Namespace) -> list[str]:
 
 def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[str]:
     """Return what vLLM's parser is to read: without what it would refuse for our reasons alone."""
-    if any(argument.startswith(("--kv-transfer-config.", "--config")) for argument in rest):
+    if any(argument.startswith((_CUT_SHORT, "--config")) for argument in rest):
         return list(rest)
     text = written.text if written.text and not written.problem else _DEFAULT_CONFIG
     return [*rest, "--kv-transfer-config", text]

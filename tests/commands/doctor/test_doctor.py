@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from examples.tiny_models import write_tiny_model
-from safe_offload.commands.cli import main
+from safe_offload.commands.cli import main, make_parser
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
@@ -25,6 +25,7 @@ from safe_offload.commands.doctor.vllm_facts import (
     VllmFacts,
     VllmProbe,
 )
+from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.worker.copies import cpu
@@ -470,3 +471,28 @@ def test_every_id_is_explained_and_no_other():
     page = (root / "docs/operate/doctor.md").read_text()
     rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
     assert set(re.findall(rf"`((?:{themes})\.[a-z-]+)`", rows)) == used
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        ["--kv-transfer-config", ours(verify="load")],
+        ["--kv_transfer_config", ours(verify="load")],
+        [f"--kv_transfer-config={ours(verify='load')}"],
+        ["--kv-transfer", ours(verify="load")],
+        ["--kv_transfer_config.kv_connector", NAME],
+        ["--kv_transfer_config.kv_connector_extra_config.verify=load"],
+    ],
+)
+def test_the_connector_is_read_in_every_spelling_that_vllm_reads(spelled):
+    """Nothing of ours stands beside it: the last one would win."""
+    arguments = make_parser().parse_args(["doctor", "a_model", "--max_model_len=9", *spelled])
+    rest = command.read_rest(arguments)
+    handed = command.vllm_arguments(rest, Written.read(arguments.kv_transfer_config))
+    read, meant = (
+        make_serve_parser().parse_args(words)
+        for words in (handed, ["a_model", "--max_model_len=9", *spelled])
+    )
+    read.kv_transfer_config.engine_id = meant.kv_transfer_config.engine_id  # drawn by vLLM
+    assert read.kv_transfer_config == meant.kv_transfer_config
+    assert (read.model_tag, read.max_model_len) == ("a_model", 9)
