@@ -73,7 +73,7 @@ AIPERF_VENV := .venv-aiperf
 AIPERF_READY := $(AIPERF_VENV)/.ready
 AIPERF_VERSION := 0.13.0
 
-.PHONY: help venv servers aiperf demo demo-wheel demo-fleet closure site dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
+.PHONY: help venv servers aiperf demo demo-wheel demo-fleet closure site alerts dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -106,6 +106,13 @@ demo-fleet: venv ## two real servers and one Valkey (TIER=mooncake: Mooncake Sto
 
 site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
 	NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(TOOLS_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
+
+alerts: ## Prometheus' alerts that link to the runbook at REPOSITORY, into build/alerts (needs no .venv)
+	@[[ '$(REPOSITORY)' ]] || { echo >&2 'make alerts: needs the address that the runbook is at: make alerts REPOSITORY=https://…'; exit 1; }
+	@mkdir -p build/alerts
+	@for file in observability/alerts.yaml kubernetes/prometheusrule.yaml; do \
+		sed 's|runbook_url: docs/|runbook_url: $(REPOSITORY:/=)/blob/main/docs/|' "examples/$$file" >"build/alerts/$${file#*/}"; done
+	@echo 'build/alerts: alerts.yaml for Prometheus, prometheusrule.yaml for its operator'
 
 dist: $(TOOLS_READY) ## the wheel and the source distribution, into dist; REPOSITORY=: their address (needs no .venv)
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'

@@ -149,6 +149,20 @@ def test_its_monitor_and_alerts_are_those_of_the_other_example(rendered):
     assert not {"ServiceMonitor", "PrometheusRule"} & {kind for kind, _ in rendered["default"]}
 
 
+@needs_helm
+@pytest.mark.parametrize("prefix", ["https://git.example/team/repo/blob/v1", "http://docs/x/"])
+def test_its_alerts_link_to_the_runbook_below_the_address_that_is_set(prefix):
+    resources = render({"prometheusRule": {"enabled": True, "runbookUrlPrefix": prefix}})
+    spec = resources["PrometheusRule", "vllm"]["spec"]
+    urls = [rule["annotations"]["runbook_url"] for rule in alerts_of(spec)]
+    shipped = [rule["annotations"]["runbook_url"] for rule in alerts_of(yaml.safe_load(groups()))]
+    assert urls == [f"{prefix.rstrip('/')}/{path}" for path in shipped]
+
+
+def alerts_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
+
+
 # ---- the API, vLLM and the connector -----------------------------------------------------------
 
 
@@ -306,14 +320,13 @@ BAD = [
     ("tiers.redis.enabled", True, "tiers", "redis"),
     ("serviceMonitor.interval", 15, "serviceMonitor/interval", "string"),
     ("startupProbe.httpGet", {}, "startupProbe", "httpGet"),
+    ("prometheusRule.runbookUrlPrefix", "git.example/x", "prometheusRule/runbookUrlPrefix", "http"),
 ]
 CONTRADICTIONS = [
     ({"share": "emptyDir", "tiers": {"bucket": {"enabled": True}}}, "do not go together"),
     ({"gpus": 2, "dataParallelSize": 3}, "write a multiple of dataParallelSize"),
     ({"shutdownTimeout": 600}, "write at least 735"),
     ({"tiers": {"directory": {"enabled": True}}}, "has no volume"),
-    ({"args": ["-tp", "2"]}, "args has -tp"),
-    ({"args": ["--kv-transfer-config={}"]}, "args has --kv-transfer-config"),
     ({"extraConfig": {"tiers": []}}, "extraConfig has tiers"),
 ]
 

@@ -4,6 +4,8 @@ Of each kind of tier: the log line that its code writes, what doctor finds of it
 """
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,27 @@ def test_an_alert_leads_to_a_section_of_its_own(alert):
     assert SECTIONS[anchor].strip().startswith(f"`{alert}`: "), "it says whose it is"
     (row,) = re.findall(rf"^- `{alert}` .*", (OPERATE / "dashboard.md").read_text(), re.MULTILINE)
     assert f"](runbook.md#{anchor})" in row
+
+
+def test_make_writes_alerts_that_link_to_the_repository(tmp_path):
+    for name in ("Makefile", "examples/observability", "examples/kubernetes"):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, target)
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["make", "-C", tmp_path, "alerts", *words], capture_output=True, text=True
+        )
+
+    assert "make alerts REPOSITORY=https://" in make().stderr
+    assert make("REPOSITORY=https://git.example/team/repo/").returncode == 0
+    for name in ("alerts.yaml", "prometheusrule.yaml"):
+        urls = re.findall(r"runbook_url: (.*)", (tmp_path / "build/alerts" / name).read_text())
+        assert urls == [
+            f"https://git.example/team/repo/blob/main/{annotations['runbook_url']}"
+            for annotations in ALERTS.values()
+        ]
 
 
 def test_a_section_is_of_one_alert():
