@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     from hypothesis import settings
 
+    if hasattr(config, "workerinput"):  # Ctrl-C is for the process that reports, which ends us
+        os.setpgid(0, 0)
     is_same = "not nightly" in config.option.markexpr
     more = {"derandomize": True, "database": None} if is_same else {}
     settings.register_profile("ours", deadline=None, **more)
