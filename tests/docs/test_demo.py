@@ -3,10 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
+
+from tests.tiers.files.mounts import mounted
 
 DEMO = Path(__file__).parents[2] / "examples/long_context_back_to_back.sh"
 
@@ -15,57 +20,160 @@ PYTHON = """#!/bin/sh
 case "$*" in
 *importlib.metadata*) exit 1 ;;
 *socket*) echo 9 ;;
-*-m*) echo the server starts; exec sleep 1000 ;;
+*-m*)
+    touch "$TMPDIR/left behind"
+    echo "(server) INFO [core.py:12] the server starts"
+    exec {server} ;;
 *) echo 10 ;;
 esac
 """
+# As vLLM's processes do, it has shared memory; it does not end when it is asked to.
+STUBBORN = """
+import signal
+from multiprocessing.shared_memory import SharedMemory
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=1 << 20).name, flush=True)
+while True:
+    signal.pause()
+"""
 
 
-@pytest.fixture
-def demo(tmp_path):
-    """The demo, waiting for its server, which has been started."""
-    python = tmp_path / "python"
-    python.write_text(PYTHON)
+def start(
+    programs: Path, scratch: Path, server: str = "sleep 1000", **environment: str
+) -> subprocess.Popen[str]:
+    """Start the demo, with this server."""
+    python = programs / "python"
+    python.write_text(PYTHON.format(server=server))
     python.chmod(0o755)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    environment = {**os.environ, "PYTHON": str(python), "TMPDIR": str(scratch), "MODEL": ""}
-    process = subprocess.Popen(
+    ours = {"PYTHON": str(python), "TMPDIR": str(scratch), "MODEL": ""}
+    return subprocess.Popen(
         [DEMO],
-        env=environment,
+        env=os.environ | ours | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
+
+
+def logged(demo: subprocess.Popen[str], scratch: Path, num_lines: int) -> list[str]:
+    """Wait until the server of a demo has logged so many lines."""
+    assert demo.stdout is not None
     said = ""
     while "starting the server" not in said:
-        said += process.stdout.readline()
+        line = demo.stdout.readline()
+        assert line, said
+        said += line
     assert "random weights" in said
-    while not any("starts" in log.read_text() for log in scratch.glob("*/server.log")):
+    while True:
+        for log in scratch.glob("*/server.log"):
+            if len(lines := log.read_text().splitlines()) >= num_lines:
+                return lines
         time.sleep(0.05)
-    process.scratch = scratch
+
+
+@pytest.fixture
+def scratch():
+    """A folder whose name leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def demo(tmp_path, scratch):
+    """The demo, waiting for its server, which has been started."""
+    process = start(tmp_path, scratch)
+    logged(process, scratch, 1)
     yield process
     process.kill()
     process.wait()
 
 
-def test_ctrl_c_leaves_neither_a_folder_nor_a_log_on_the_screen(demo):
+def test_ctrl_c_leaves_neither_a_folder_nor_a_log_on_the_screen(demo, scratch):
     os.killpg(demo.pid, signal.SIGINT)
     said, _ = demo.communicate()
     assert demo.returncode == 130
-    assert said.endswith("stopped; the servers end, and nothing stays behind\n")
+    assert said.endswith("Ctrl-C kills them\nstopped; nothing stays behind\n")
     assert "log" not in said
-    assert list(demo.scratch.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
-def test_a_demo_that_fails_says_where_its_logs_are(demo):
+@pytest.fixture
+def neighbour():
+    """Shared memory that is not the demo's."""
+    made = SharedMemory(create=True, size=1 << 20)
+    yield Path("/dev/shm", made.name)
+    made.close()
+    made.unlink()
+
+
+def test_a_server_that_does_not_end_is_killed_and_its_shared_memory_goes(
+    tmp_path, scratch, neighbour
+):
+    (tmp_path / "server.py").write_text(STUBBORN)
+    server = f"{sys.executable} {tmp_path / 'server.py'}"
+    demo = start(tmp_path, scratch, server, STOP_TIMEOUT="0")
+    _, name = logged(demo, scratch, 2)
+    assert Path("/dev/shm", name).exists()
+    os.killpg(demo.pid, signal.SIGINT)
+    said, _ = demo.communicate()
+    assert (demo.returncode, said.endswith("nothing stays behind\n")) == (130, True)
+    assert not Path("/dev/shm", name).exists()
+    assert list(scratch.iterdir()) == []
+    assert neighbour.exists()
+
+
+def test_ctrl_c_again_does_not_wait_for_a_server_that_does_not_end(tmp_path, scratch):
+    (tmp_path / "server.py").write_text(STUBBORN)
+    demo = start(
+        tmp_path, scratch, f"{sys.executable} {tmp_path / 'server.py'}", STOP_TIMEOUT="100000"
+    )
+    logged(demo, scratch, 2)
+    os.killpg(demo.pid, signal.SIGINT)
+    assert demo.stdout is not None
+    while "Ctrl-C kills them" not in demo.stdout.readline():
+        pass
+    while demo.poll() is None:  # one that comes before the demo can take it is lost
+        os.killpg(demo.pid, signal.SIGINT)
+        time.sleep(0.1)
+    assert demo.returncode == 130
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_start_of_a_server_is_not_silent(demo):
+    assert demo.stdout is not None
+    assert demo.stdout.readline().endswith(" s: the server starts\n")
+
+
+def test_a_demo_that_fails_says_where_its_logs_are(demo, scratch):
     server = ["pkill", "-KILL", "-P", str(demo.pid), "-f", "sleep 1000|-m vllm"]
     subprocess.run(server, check=True)
     said, _ = demo.communicate()
     assert demo.returncode == 1
-    (kept,) = demo.scratch.iterdir()
+    (kept,) = scratch.iterdir()
+    assert not (kept / "tmp").exists()
     assert "FAILED: the server ended while it started" in said
     assert said.endswith(f"The logs and answers are kept in {kept} until you remove it.\n")
     assert "the server starts" in said
+
+
+def test_a_folder_that_is_full_or_missing_is_named_with_the_fix(tmp_path):
+    with mounted(tmp_path / "full") as full:
+        for folder in (full, tmp_path / "missing"):
+            demo = start(tmp_path, folder)
+            said, _ = demo.communicate()
+            assert demo.returncode == 1
+            (line,) = said.splitlines()
+            assert line.startswith(f"FAILED: {folder} cannot be written to or has less than 32 MiB")
+            assert line.endswith("TMPDIR=/path")
+        assert list(full.iterdir()) == []
+
+
+def test_a_folder_that_is_too_long_for_sockets_is_named_with_the_fix(tmp_path):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    said, _ = start(tmp_path, folder).communicate()
+    assert said.startswith(f"FAILED: {folder}")
+    assert "is too long for the name of a socket" in said
+    assert list(folder.iterdir()) == []
