@@ -34,17 +34,16 @@ def test_ctrl_c_fails_no_test(tmp_path, is_ignored):
     files = [tmp_path / f"test_{name}.py" for name in "ab"]
     for file in files:
         file.write_text(A_TEST)
-    handler = signal.SIG_IGN if is_ignored else signal.default_int_handler
+    shell = ["sh", "-c", f"""{"trap '' INT;" if is_ignored else ""} exec "$@\"""", "sh"]
     options = ("-n", "2", "-p", "tests.conftest", "-c", "/dev/null", "--rootdir", tmp_path)
     run = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *files],
+        [*shell, sys.executable, "-m", "pytest", *options, *files],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
     )
     while not all(file.with_suffix(".begun").exists() for file in files):
         assert run.poll() is None, run.communicate()[0]
