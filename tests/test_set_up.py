@@ -165,3 +165,13 @@ def test_progress_says_package_megabytes_and_seconds_left(capsys, monkeypatch):
     assert "1 torch: 200 of up to 800 MB, about 120 s left" in capsys.readouterr().out
     progress.read("Installing collected packages: a, b\n")
     assert "unpacking 2 packages" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("total_mb", [0, 60])
+def test_progress_beyond_what_was_estimated_names_no_estimate(capsys, monkeypatch, total_mb):
+    clock = iter([0.0, 20.0, 40.0])
+    monkeypatch.setattr(make_venv.time, "monotonic", lambda: next(clock, 40.0))
+    progress = make_venv.Progress(total_mb)
+    progress.read("  Downloading nixl_cu12-1.5.1-cp311-cp311-manylinux_2_28_x86_64.whl (69.0 MB)\n")
+    progress.read("Progress 69000000 of 69000000\n")
+    assert "1 nixl_cu12: 69 MB\n" in capsys.readouterr().out
