@@ -39,6 +39,7 @@ begin() { # NAME: a folder for all that the demo and its servers write, which is
 }
 
 stop_early() { # STATUS: on purpose, so there is no log to look at
+    trap 'STOP_TIMEOUT=0' INT TERM
     ((${#pids[@]} == 0)) || printf '\nstopping the servers, for at most %d s; Ctrl-C kills them\n' "$STOP_TIMEOUT" >&2
     logs=() stopped=1
     exit "$1"
@@ -46,8 +47,8 @@ stop_early() { # STATUS: on purpose, so there is no log to look at
 
 finish() {
     local status=$? name
-    trap - EXIT
     trap 'STOP_TIMEOUT=0' INT TERM
+    trap - EXIT
     stop_all
     trap '' INT TERM # what follows hands that on
     if ((status == 0 || ${#logs[@]} == 0)); then
@@ -144,15 +145,16 @@ start_vllm() { # NAME MODEL CONFIG ARGUMENTS…: CONFIG is what the connector is
     VLLM_NO_USAGE_STATS=1 start "$name" "${serve[@]}"
 }
 
-await_vllm() { # NAME: every five seconds, says what its log says last
-    local name=$1 start=$SECONDS shown=0 line
+await_vllm() { # NAME: says what its log says last, after five seconds if that is news, after thirty anyway
+    local name=$1 start=$SECONDS shown=0 line said=
     until curl -sf -o /dev/null "${urls[$name]}/health"; do
         is_running "$name" || fail "the $name ended while it started"
         ((SECONDS - start < START_TIMEOUT)) || fail "the $name did not start within $START_TIMEOUT s"
-        if ((SECONDS - start - shown >= 5)); then
-            shown=$((SECONDS - start))
-            line=$(sed -nE 's/.* INFO .*\[[a-z_]+\.py:[0-9]+\] //p' "${logs[$name]}" | tail -n 1)
-            printf '  %3d s: %.100s\n' "$shown" "${line:-its processes import vLLM}"
+        line=$(sed -nE 's/.* INFO .*\[[a-z_]+\.py:[0-9]+\] //p' "${logs[$name]}" | tail -n 1)
+        line=${line:-its processes import vLLM}
+        if ((SECONDS - start - shown >= 30)) || [[ $line != "$said" ]] && ((SECONDS - start - shown >= 5)); then
+            shown=$((SECONDS - start)) said=$line
+            printf '  %3d s: %.100s\n' "$shown" "$line"
         fi
         sleep 0.5
     done

@@ -20,7 +20,7 @@ PYTHON = """#!/bin/sh
 case "$*" in
 *importlib.metadata*) exit 1 ;;
 *socket*) echo 9 ;;
-*-m*)
+-m*)
     touch "$TMPDIR/left behind"
     echo "(server) INFO [core.py:12] the server starts"
     exec {server} ;;
@@ -76,7 +76,7 @@ def logged(demo: subprocess.Popen[str], scratch: Path, num_lines: int) -> list[s
 @pytest.fixture
 def scratch():
     """A folder whose name leaves room for that of a socket."""
-    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="demo") as folder:
         yield Path(folder)
 
 
