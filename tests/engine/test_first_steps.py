@@ -1,0 +1,116 @@
+"""What README.md and docs/get-started.md have a newcomer type, as it is written there; and a drain.
+
+One server with a tokenizer and a tiny model does all of it: the tests are steps, in this order.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import threading
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.http_server import HANG_S, HttpServer, make_body
+
+DOCS = Path(__file__).parents[2] / "docs"
+README = (DOCS.parent / "README.md").read_text()
+GET_STARTED = (DOCS / "get-started.md").read_text()
+
+
+def blocks(page: str, title: str) -> list[str]:
+    """The indented blocks of a section."""
+    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return [
+        re.sub("^ {4}", "", found, flags=re.MULTILINE)
+        for found in re.findall(r"(?:^ {4}.*\n)+", section, re.MULTILINE)
+    ]
+
+
+INSTALL_AND_SERVE, README_ASK = blocks(README, "Try it")
+ASK, SHOWN = blocks(GET_STARTED, "Verify in three lines")
+SERVE = shlex.split(INSTALL_AND_SERVE.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """It is started with the variable and the connector that README.md shows."""
+    variable, vllm, serve, name, option, config = SERVE
+    assert (vllm, serve, name, option) == ("vllm", "serve", "MODEL", "--kv-transfer-config")
+    with HttpServer(
+        model("llama"),
+        tmp_path_factory.mktemp("first-steps"),
+        num_blocks=400,
+        max_model_len=12000,
+        config=json.loads(config),
+        arguments=("--no-skip-tokenizer-init", "--shutdown-timeout", "600"),
+        environment=dict([variable.split("=")]),
+    ) as made:
+        made.wait_until_healthy()
+        yield made
+
+
+def typed(server: HttpServer, lines: str) -> str:
+    """What a shell says to these lines; the server and its model have other names here."""
+    lines = lines.replace("localhost:8000", server.url).replace("MODEL", "model")
+    return subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_the_readme_shows_is_a_hit(server):
+    said = typed(server, README_ASK)
+    assert said.startswith('{"success":true}')
+    (value,) = re.findall(r"^vllm:safe_offload_hit_tokens_total\{.*\} (\S+)$", said, re.MULTILINE)
+    assert float(value) > 0
+
+
+def test_without_the_reset_the_gpu_answers_the_repeat(server):
+    before = server.count("hit_tokens")
+    typed(server, re.sub(r"curl -s -X POST \S+; ", "", README_ASK))
+    assert server.count("hit_tokens") == before
+
+
+def test_get_started_shows_what_is_said(server):
+    server.post("/reset_prefix_cache?reset_external=true")
+    counted = {name: server.count(name) for name in ("hit_tokens", "stored_blocks")}
+    said = typed(server, ASK)
+    shown = dict(re.findall(r"safe_offload_(\w+)_total\{.*\} (\S+)$", SHOWN, re.MULTILINE))
+    assert said.startswith(SHOWN.splitlines()[0])
+    for name, value in shown.items():
+        assert f"vllm:safe_offload_{name}_total" in said
+        assert server.count(name) - counted[name] == float(value)
+    (num_tokens, block_size) = re.findall(r"With ([\d,]+) tokens in blocks of (\d+)", GET_STARTED)[
+        0
+    ]
+    assert len(" ".join(map(str, range(1, 1001)))) == int(num_tokens.replace(",", ""))
+    assert float(shown["hit_tokens"]) == float(shown["stored_blocks"]) * int(block_size)
+
+
+def test_a_drain_rejects_new_requests_as_the_page_on_upgrades_says(server):
+    page = (DOCS / "operate" / "upgrade.md").read_text()
+    begun, enough = threading.Event(), threading.Event()
+
+    def stream() -> None:
+        body = make_body([1, 2, 3], 11_000) | {"stream": True}
+        with server.open("/v1/completions", body) as response:
+            response.readline()
+            begun.set()
+            enough.wait(HANG_S)
+
+    reader = threading.Thread(target=stream)
+    reader.start()
+    assert begun.wait(HANG_S)
+    server.terminate()
+    server.wait_for(lambda: "draining in-flight requests count=1" in server.log(), "the drain")
+    assert server.is_healthy()
+    answer: Any = server.post("/v1/completions", make_body([4, 5, 6], 2))
+    assert f'`"finish_reason": "{answer["choices"][0]["finish_reason"]}"`' in page
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        server.post("/v1/completions", {"model": "model", "prompt": "a text", "max_tokens": 2})
+    said = json.loads(raised.value.read())["error"]
+    assert f"HTTP {raised.value.code} (`{said['message']}`)" in page
+    enough.set()  # the client goes, and the request with it
+    reader.join()
+    server.wait_for_end()
