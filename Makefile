@@ -197,7 +197,7 @@ site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails 
 	NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(TOOLS_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
 
 dist: $(TOOLS_READY) ## the wheel and the source distribution, into dist; REPOSITORY=: their address (needs no .venv)
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'
 
 demo-wheel: venv dist ## the demo with the wheel that `make dist` has built, beside the vLLM of .venv
 	@$(BIN)/python -m venv --clear --without-pip $(WHEEL_VENV)

