@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from safe_offload.mapped_files import hide
 from safe_offload.tiers.base import Buffers, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.files.directory import (
@@ -136,7 +137,8 @@ class ObjectFiles:
         size_bytes = size_on_disk(size_bytes)
         if self._own.whole.nbytes < size_bytes:
             largest_bytes = size_on_disk(HEADER_BYTES + self._slot_bytes)
-            self._own.whole = memoryview(mmap.mmap(-1, max(size_bytes, largest_bytes)))
+            hide(mapping := mmap.mmap(-1, max(size_bytes, largest_bytes)))
+            self._own.whole = memoryview(mapping)
         return self._own.whole[:size_bytes]
 
 

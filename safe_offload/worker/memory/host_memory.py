@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.mapped_files import advise, hide, is_of_parent
 
 if TYPE_CHECKING:
     import torch
@@ -26,34 +26,19 @@ HEADROOM_PERCENT: Final = 5
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_of_parent: list[memoryview] = []
-"""Of a forked child: what it must never unmap, since it was not mapped for it."""
-
-
-def _keep_in_child() -> None:
-    _of_parent.extend(memoryview(mapping) for mapping in _mappings if not mapping.closed)
-
-
-os.register_at_fork(after_in_child=_keep_in_child)
-
 
 class HostMemory:
     """One range of zero-filled, pageable host memory, as bytes.
 
-    MADV_DONTFORK: a forked child must not copy-on-write pages that a device may write. It does not
-    have them, and never unmaps what came to lie there. Made by `allocate`, or over a mapping that
-    other processes have too (`shared_memory`). One owner makes and closes it; `close` alone changes
-    it.
+    It is hidden (`hide`). Made by `allocate`, or over a mapping that other processes have too
+    (`shared_memory`). One owner makes and closes it; `close` alone changes it.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
         import torch  # what asks for the room alone has none: `safe-offload doctor`
 
-        self.has_huge_pages: Final = _advise(mapping, "MADV_HUGEPAGE")
-        _advise(mapping, "MADV_DONTFORK")
-        _advise(mapping, "MADV_DONTDUMP")
-        _mappings.add(mapping)
+        self.has_huge_pages: Final = advise(mapping, "MADV_HUGEPAGE")
+        hide(mapping)
         self._mapping: mmap.mmap | None = mapping
         # torch.frombuffer holds its argument but not a buffer export: only with a memoryview
         # between the two can the mapping not be unmapped under a tensor that is still alive.
@@ -96,9 +81,9 @@ class HostMemory:
         A view that is left reads zeros. Pages that another process has mapped too stay.
         """
         mapping, self._mapping, self._tensor = self._mapping, None, None
-        if mapping is None or any(view.obj is mapping for view in _of_parent):
+        if mapping is None or is_of_parent(mapping):
             return
-        _advise(mapping, "MADV_DONTNEED")
+        advise(mapping, "MADV_DONTNEED")
         try:
             mapping.close()
         except BufferError:
@@ -178,18 +163,6 @@ def _fitting_value(config: OffloadConfig, bytes_per_rank: int, fitting_bytes: in
         f'set "{key}" in kv_connector_extra_config to at most {value}, '
         "free memory, or raise the container's limit."
     )
-
-
-def _advise(mapping: mmap.mmap, option: str) -> bool:
-    advice = getattr(mmap, option, None)
-    if advice is None:
-        return False
-    try:
-        mapping.madvise(advice)
-    except OSError as error:
-        logger.debug("The system did not take %s: %s", option, error)
-        return False
-    return True
 
 
 def _machine_available_bytes(meminfo_path: Path) -> int:
