@@ -15,14 +15,40 @@ from safe_offload.errors import ConfigError
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _OPENMP: Final = ("OMP_", "GOMP", "KMP_")
+_SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 def environment() -> dict[str, str]:
     """Return the environment of a process that runs on any core.
 
-    With OpenMP's variables the libgomp that vLLM's CPU engine preloads would bind it.
+    With OpenMP's variables the libgomp that vLLM's CPU engine preloads would bind it. A path that
+    is not absolute would let it run code of the working directory.
     """
-    return {key: value for key, value in os.environ.items() if key[:4] not in _OPENMP}
+    found = {key: value for key, value in os.environ.items() if key[:4] not in _OPENMP}
+    paths = filter(os.path.isabs, found.pop("PYTHONPATH", "").split(os.pathsep))
+    return found | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def set_title(title: str) -> None:
+    """Let ps and top show this process by a name, if vLLM's setproctitle is there."""
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(title)
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Let no process that is spawned meanwhile run code of the working directory."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 @contextlib.contextmanager

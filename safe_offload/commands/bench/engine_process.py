@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safe_offload.errors import SafeOffloadError
+from safe_offload.threads import safe_path
 
 _LOG_TAIL_LINES = 30
 SPIN_S = 1.2
@@ -115,7 +116,8 @@ class EngineProcess:
             args=(run or _answer_calls, child_connection, options, str(log_path)),
             name=name,
         )
-        self._process.start()
+        with safe_path():
+            self._process.start()
         child_connection.close()
 
     def __enter__(self) -> "EngineProcess":

@@ -80,7 +80,7 @@ class VllmProbe:
 
     def __post_init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", PROBE, *self.arguments],
+            [sys.executable, "-P", "-m", PROBE, *self.arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

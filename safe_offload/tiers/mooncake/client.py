@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any, Final
 
+from safe_offload.config.printing import printable
 from safe_offload.config.tiers import TierConfig
 from safe_offload.mapped_files import MappedFile, address_of, find_file, map_new
 from safe_offload.threads import environment
@@ -103,7 +104,7 @@ class Client:
         if not keys:
             return []
         with self.running().channel() as channel:
-            call = channel.move if slots_and_more else channel.call
+            call = channel.move if slots_and_more else channel.codes
             codes: list[int] = call(verb, keys, *slots_and_more)
         if failed := [code for code in codes if code in helper.NO_MASTER]:
             raise OSError(errno.EIO, f"the master of Mooncake does not answer (code {failed[0]})")
@@ -115,10 +116,12 @@ class Client:
             if self._process is not None and self._process.program.returncode is None:
                 return self._process
             arguments = setup_arguments(self._config, self._segment_bytes)
-            process = self._process = _Process(self._num_calls)
+            title = f"safe-offload tier {self._config.location.label} client"
+            process = self._process = _Process(title, self._num_calls)
             with process.channel() as channel:
-                if code := channel.call("set_up", *arguments):
-                    raise OSError(errno.EIO, f"Mooncake's client cannot be set up (code {code})")
+                if (code := channel.call("set_up", *arguments)) != 0:
+                    said = printable(str(code))
+                    raise OSError(errno.EIO, f"Mooncake's client cannot be set up (code {said})")
             process.is_ready = True
             return process
 
@@ -140,11 +143,22 @@ class _Channel:
             if not self._connection.poll(ANSWER_TIMEOUT_S):
                 raise TimeoutError(errno.ETIMEDOUT, "Mooncake's client does not answer")
             answer, problem = json.loads(self._connection.recv_bytes(ANSWER_BYTES_MAX))
-        except (EOFError, ConnectionError, ValueError) as error:
+        except (EOFError, ConnectionError) as error:
             raise OSError(errno.EIO, "Mooncake's client has ended") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OSError(errno.EPROTO, "Mooncake's client says what it should not") from error
         if problem:
-            raise OSError(errno.EIO, f"Mooncake's client failed: {problem}")
+            raise OSError(errno.EIO, f"Mooncake's client failed: {printable(str(problem), 300)}")
         return answer
+
+    def codes(self, verb: str, keys: Sequence[str], *arguments: object) -> list[int]:
+        """Return a code for each key, or fewer that end with one of `NO_MASTER`."""
+        answer = self.call(verb, keys, *arguments)
+        codes = [code for code in answer if type(code) is int] if type(answer) is list else []
+        is_short = bool(codes) and codes[-1] in helper.NO_MASTER
+        if codes != answer or (len(codes) != len(keys) and not is_short):
+            raise OSError(errno.EPROTO, "Mooncake's client gave no code for each object")
+        return codes
 
     def move(
         self, verb: str, keys: Sequence[str], slots: Sequence[Buffers], *more: object
@@ -164,7 +178,7 @@ class _Channel:
         ]
         for (address, length), copy in copies.items() if verb == "put" else ():
             ctypes.memmove(copy, address, length)
-        codes: list[int] = self.call(verb, keys, objects, *more)
+        codes = self.codes(verb, keys, objects, *more)
         if any(code < 0 and code not in _HARMLESS for code in codes):
             self._process.end()
         for (address, length), copy in copies.items() if verb == "get" else ():
@@ -187,16 +201,15 @@ class _Process:
         is_ready: its client is set up; `Client` sets it.
     """
 
-    def __init__(self, num_channels: int) -> None:
+    def __init__(self, title: str, num_channels: int) -> None:
         pairs = [socket.socketpair() for _ in range(num_channels)]
         theirs = [their.fileno() for _, their in pairs]
         self.program = subprocess.Popen(
-            [sys.executable, "-P", HELPER, *map(str, theirs)],
+            [sys.executable, "-P", HELPER, title, *map(str, theirs)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=ENVIRONMENT | environment(),
             pass_fds=theirs,
-            process_group=0,  # a Ctrl-C is for the engine, which ends it
         )
         self.is_ready = False
         self._channels: queue.SimpleQueue[_Channel] = queue.SimpleQueue()

@@ -2,17 +2,20 @@
 
 A client may write to the target of a read after the read has failed and returned, keep the GIL
 while it is set up and closed, or hang (0.3.13.post1). This process can be killed, and what it would
-still write goes with it. It runs as a script that imports nothing of the package, so it starts in a
-tenth of a second. Each argument is the descriptor of a channel that carries one call at a time.
+still write goes with it. It ends with the process that started it, in whose group it stays. It runs
+as a script that imports nothing of the package, so it starts in a tenth of a second. Its arguments
+are its title and the descriptors of channels, each of which carries one call at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
 import mmap
 import os
+import select
 import signal
 import sys
 import threading
@@ -39,11 +42,19 @@ Ranges = Sequence[tuple[int, int, int]]
 """Of an object: number of a memory, offset, length."""
 
 
+def hidden(mapping: mmap.mmap) -> mmap.mmap:
+    """Keep a mapping out of core dumps and forked children, as `mapped_files.hide` does."""
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTFORK)
+        mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
+
+
 class Memory:
     """A file of the engine, mapped and, as far as it was used, registered."""
 
     def __init__(self, descriptor: int) -> None:
-        self._mapping = mmap.mmap(descriptor, 0)
+        self._mapping = hidden(mmap.mmap(descriptor, 0))
         os.close(descriptor)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._parts: set[int] = set()
@@ -78,7 +89,7 @@ class Room(threading.local):
         if size_bytes > self.size_bytes:
             if self.size_bytes:
                 store.unregister_buffer(self.address)
-            self._bytes = ctypes.c_char.from_buffer(mmap.mmap(-1, size_bytes))
+            self._bytes = ctypes.c_char.from_buffer(hidden(mmap.mmap(-1, size_bytes)))
             self.address = ctypes.addressof(self._bytes)
             self.size_bytes = size_bytes
             register(store, self.address, size_bytes)
@@ -253,13 +264,22 @@ def serve(helper: Helper, channel: Connection) -> None:
 
 
 def main(kind: type[Helper]) -> None:
-    """Serve the channels that the arguments name."""
+    """Serve channels until one has ended, whatever the threads do then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the engine, which ends it
+    title, *descriptors = sys.argv[1:]
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(title)
     from mooncake.engine import TransferEngine
     from mooncake.store import MooncakeDistributedStore
 
-    helper = kind(MooncakeDistributedStore(), TransferEngine())
-    for descriptor in sys.argv[1:]:
-        threading.Thread(target=serve, args=(helper, Connection(int(descriptor)))).start()
+    helper, ends = kind(MooncakeDistributedStore(), TransferEngine()), select.poll()
+    for descriptor in map(int, descriptors):
+        ends.register(descriptor, 0)
+        threading.Thread(target=serve, args=(helper, Connection(descriptor))).start()
+    ends.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

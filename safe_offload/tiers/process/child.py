@@ -2,7 +2,8 @@
 
 Over one connection come calls, in pickles, as only the engine writes to it, and go answers and log
 lines, in JSON, as the engine must not trust what has read from a network. Each has four bytes of
-length before it. When the connection ends, this process does at once: the slots are the engine's.
+length before it. When the connection ends, this process does at once, and all that it has started:
+the slots are the engine's.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.errors import ConfigError
+from safe_offload.errors import ConfigError, ProtocolError
 from safe_offload.event_loop import new_event_loop
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import map_file
+from safe_offload.threads import set_title
 from safe_offload.tiers.base import Name, reason_of
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import Seal
@@ -45,10 +47,16 @@ class Setup:
     log_level: int
 
 
-async def read(reader: asyncio.StreamReader) -> bytes:
+async def read(reader: asyncio.StreamReader, bytes_max: int = 1 << 32) -> bytes:
     """Return the next message; asyncio.IncompleteReadError at the end."""
-    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    return await reader.readexactly(length)
+    return await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES), bytes_max))
+
+
+def length_of(head: bytes, bytes_max: int) -> int:
+    """Return how long a message is; ProtocolError if it is too long."""
+    if (length := int.from_bytes(head, "big")) > bytes_max:
+        raise ProtocolError(f"a message of {length} bytes; at most {bytes_max} were expected")
+    return length
 
 
 def framed(message: bytes) -> bytes:
@@ -57,8 +65,8 @@ def framed(message: bytes) -> bytes:
 
 
 class _Child:
-    def __init__(self, descriptor: int, *guard: int) -> None:
-        self._memory = memoryview(map_file(descriptor, *guard))
+    def __init__(self, descriptor: int, *guards: int) -> None:
+        self._memory = memoryview(map_file(descriptor, *guards))
         os.close(descriptor)
         self._facts: dict[str, str] = {}
         self._told = -1, 0
@@ -80,9 +88,10 @@ class _Child:
                 self._take(*pickle.loads(await read(reader)))
         except (asyncio.IncompleteReadError, ConnectionError):
             looking.cancel()
-            os.kill(os.getpid(), signal.SIGKILL)  # whatever its threads do
+            _end()
 
     def _set_up(self, setup: Setup) -> None:
+        set_title(f"safe-offload tier {setup.config.location.label}")
         logger = logging.getLogger("vllm")
         logger.setLevel(setup.log_level)
         logger.addHandler(_Forward(asyncio.get_running_loop(), self._send))
@@ -114,7 +123,7 @@ class _Child:
                 return
             named = [Name(*name) for name in names]
             if verb == "probe":
-                found: list[Any] = await self._tier.probe(named)
+                found: list[Any] = list(map(bool, await self._tier.probe(named)))
             else:
                 slots = [self._buffers(slot_id) for slot_id in slot_ids]
                 move = self._tier.fetch if verb == "fetch" else self._tier.spill
@@ -142,7 +151,7 @@ class _Child:
         while os.getppid() == engine:
             await asyncio.sleep(LOOK_S)
             self._tell()
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end()
 
     def _tell(self) -> None:
         holds = self._tier.used_bytes, self._tier.num_evicted
@@ -167,7 +176,14 @@ class _Forward(logging.Handler):
         self._loop.call_soon_threadsafe(self._send, *line)
 
 
+def _end() -> None:
+    """End this process and those that it has started, whatever their threads do."""
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def main(descriptor: int, *memory: int) -> None:
     """Serve an engine until it closes its end of a connection; see `MappedFile.descriptors`."""
+    for each in (descriptor, *memory):
+        os.set_inheritable(each, False)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_Child(*memory).serve(descriptor))

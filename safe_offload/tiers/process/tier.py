@@ -7,6 +7,7 @@ over are names and numbers of slots: the process maps the slots.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import itertools
@@ -14,22 +15,26 @@ import json
 import logging
 import os
 import pickle
+import re
+import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Pipe
 from typing import Any, Final
 
-from safe_offload import errors
+from safe_offload.config.printing import printable
 from safe_offload.config.tiers import TierConfig
-from safe_offload.errors import ConfigError
+from safe_offload.errors import ConfigError, ProtocolError
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import MappedFile
 from safe_offload.threads import environment
 from safe_offload.tiers.base import Name, Result, ToldError
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
-from safe_offload.tiers.process.child import Setup, framed, read
+from safe_offload.tiers.process.child import LENGTH_BYTES, Setup, framed, length_of, read
 from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.waiting import outlast
 
@@ -39,17 +44,34 @@ START_S: Final = 60.0
 KILL_S: Final = 5.0
 """For which a call that was given up may go on, before its process is killed."""
 POLL_S: Final = 0.005
-_MAIN: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from safe_offload.tiers.process.child import main; main(*map(int, sys.argv[2:]))"
-)
+MESSAGE_BYTES_MAX: Final = 16 << 20
+"""Of what a process says: an answer has a word for each name."""
+LINES_MAX: Final = 100
+LINE_LENGTH_MAX: Final = 1000
+LOGGERS_MAX: Final = 64
+_LOGGER: Final = re.compile(r"vllm(\.\w{1,50}){1,8}", re.ASCII)
+_TOO_FEW_FILES: Final = (errno.ENFILE, errno.EMFILE)
+_MAIN: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+try:
+    from safe_offload.tiers.process.child import main
+    main(*map(int, sys.argv[2:]))
+except Exception as error:
+    while error and getattr(error, "errno", 0) not in (12, 23, 24):  # see Process.wait_until_ready
+        error = error.__context__
+    if error is None:
+        raise
+    sys.exit(error.errno)
+"""
 
 
 class ProcessTier:
     """See `Tier`; its slots are numbers.
 
     A process that has ended is started again by the next call. One that holds on to slots is
-    killed, and no byte moves after that.
+    killed. A call ends when the process answers it, or when it is dead and so is all that it has
+    started: no byte moves after that.
 
     Args:
         facts: see `SealedTier`; they may grow until the first spill.
@@ -57,6 +79,7 @@ class ProcessTier:
 
     Attributes:
         process: that runs, or has ended last.
+        num_restarts: how often another process was started.
 
     Raises:
         ConfigError: as `open_store`, or the process does not start.
@@ -66,20 +89,23 @@ class ProcessTier:
         self.label = setup.config.location.label
         self.used_bytes = -1
         self.num_evicted = 0
+        self.num_restarts = 0
         self._num_evicted_before = 0  # by processes that have ended
         self._setup = framed(pickle.dumps(setup))
         self._facts = facts
         self._memory = memory
+        self._loggers: set[str] = set()
         self._is_closed = False
         self._connecting = asyncio.Lock()
+        problem = f"the system refuses a process for tier {self.label}"
         try:
             self.process = self._start()
-        except OSError as error:
-            raise ConfigError(
-                f"the system refuses a process for tier {self.label}: {error}. Fix: raise the "
-                "limit on processes (ulimit -u, pids.max of the container)."
-            ) from error
-        self.process.wait_until_ready(self.label)
+            problem = f"the process of tier {self.label} does not start"
+            why = self.process.wait_until_ready()
+        except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
+            raise ConfigError(f"{problem}: {error}. Fix: {_fix_of(error)}.") from error
+        if why:
+            raise ConfigError(why)  # as it was raised there, with its fix
 
     def __repr__(self) -> str:
         return f"<ProcessTier {self.label}, process {self.process.program.pid}>"
@@ -91,7 +117,7 @@ class ProcessTier:
         process = await self._connected()
         answer = process.ask("probe", names)
         try:
-            return list(map(bool, await asyncio.shield(answer)))
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
             self._give_up(process, answer)
             raise
@@ -110,9 +136,12 @@ class ProcessTier:
             return
         self._is_closed = True
         try:
+            async with self._connecting:  # to one that is being started
+                self.process.is_wanted = False
             if not self.process.is_over():
-                await (await self._connected()).ask("close")
+                await asyncio.shield((await self._connected()).ask("close"))
         finally:
+            self.process.is_wanted = False
             self.process.kill()
             await self.process.ended()
 
@@ -126,7 +155,7 @@ class ProcessTier:
         facts = process.news_of(self._facts) if verb == "spill" else None
         answer = process.ask(verb, names, slots, facts)
         await outlast([answer], lambda: self._give_up(process, answer))
-        return list(map(Result, answer.result()))
+        return answer.result()
 
     def _give_up(self, process: Process, answer: asyncio.Future[list[Any]]) -> None:
         """Cancel a call; kill the process if it does not say in time that the call has ended."""
@@ -151,80 +180,137 @@ class ProcessTier:
         async with self._connecting:
             if self.process.is_over():
                 await self.process.ended()
+                if self._is_closed:
+                    raise OSError(errno.ESHUTDOWN, "the tier is closed")
                 self._num_evicted_before = self.num_evicted
-                self.process = self._start()
+                self.process = await asyncio.to_thread(self._start)  # it takes the loop's time
+                self.num_restarts += 1
+                logger.info("Tier %s is open again, in process %d.", self.label, self.process.pid)
+                if self._is_closed:
+                    self.process.is_wanted = False
+                    self.process.kill()
             await self.process.connect(self._take)
             return self.process
 
     def _start(self) -> Process:
-        return Process(self._setup, self._memory)
+        return Process(self._setup, self._memory, self.label)
 
     def _take(self, kind: str, *said: Any) -> None:
-        """Take what the process says beside answers."""
+        """Take what the process says beside answers; ProtocolError if nobody can mean that."""
         if kind == "holds":
-            self.used_bytes, num_evicted = said
-            self.num_evicted = self._num_evicted_before + num_evicted
+            used_bytes, num_evicted = said
+            before = self._num_evicted_before
+            num_evicted = before + _number(num_evicted, self.num_evicted - before)
+            self.used_bytes, self.num_evicted = _number(used_bytes, -1), num_evicted
         elif kind == "log":
             name, level, text = said
-            logging.getLogger(name).log(level, "%s", text)
+            self._logger_of(name).log(_number(level, 1, logging.CRITICAL), "%s", _text(text))
         elif kind == "refused":
-            logger.warning("Tier %s cannot be opened again: %s", self.label, *said)
-        elif kind == "ended":
-            logger.warning("The process of tier %s has ended (%s).", self.label, *said)
+            (why,) = said
+            logger.warning("Tier %s cannot be opened again: %s", self.label, _text(why))
+        elif kind != "ready" or said:
+            raise ProtocolError("a message of an unknown kind")
+
+    def _logger_of(self, name: object) -> logging.Logger:
+        if not isinstance(name, str) or not _LOGGER.fullmatch(name):
+            raise ProtocolError("a log line of no logger of vLLM's")
+        self._loggers.add(name)
+        if len(self._loggers) > LOGGERS_MAX:
+            raise ProtocolError(f"more than {LOGGERS_MAX} loggers")
+        return logging.getLogger(name)
 
 
 class Process:
-    """The process of a tier and the connection to it."""
+    """The process of a tier and the connection to it.
 
-    def __init__(self, setup: bytes, memory: MappedFile) -> None:
-        ours, theirs = socket.socketpair()
-        self.socket = ours
-        descriptors = theirs.fileno(), *memory.descriptors
-        command = [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, descriptors)]
-        try:
+    Attributes:
+        pid: its number, and that of the group of all that it starts.
+        is_wanted: nobody has closed it; its end is news.
+    """
+
+    def __init__(self, setup: bytes, memory: MappedFile, label: str = "") -> None:
+        self._setup = setup
+        self._label = label
+        self.is_wanted = True
+        # Of sys.path, what an import would look at, and not the working directory.
+        known: list[Any] = sys.path
+        paths = [each for each in known if isinstance(each, str) and os.path.isabs(each)]
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            self.socket, connection = socket.socketpair()
+            ours.enter_context(self.socket)
+            theirs.enter_context(connection)
+            # Whoever maps the slots has the other end of a pipe, which nobody writes to.
+            self._mappers, mapper = Pipe(duplex=False)
+            ours.enter_context(self._mappers)
+            theirs.enter_context(mapper)
+            descriptors = connection.fileno(), *memory.descriptors, mapper.fileno()
+            command = [sys.executable, "-P", "-c", _MAIN, json.dumps(paths)]
             self.program = subprocess.Popen(
-                command,
+                [*command, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment(),
                 pass_fds=descriptors,
                 process_group=0,  # a Ctrl-C is for the engine, which ends it
             )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        ours.sendall(setup)
+            ours.pop_all()
+        self.pid: Final = self.program.pid
+        self._end_of_mappers = select.poll()
+        self._end_of_mappers.register(self._mappers, 0)
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
+        self._answers: dict[int, tuple[str, int, asyncio.Future[list[Any]]]] = {}
         self._facts: dict[str, str] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._is_killed = False
 
-    def wait_until_ready(self, label: str) -> None:
-        """Return when it has opened its tier; raise ConfigError if it does not."""
+    def wait_until_ready(self) -> str:
+        """Return when it has opened its tier: nothing, or why it refuses that.
+
+        Raises:
+            OSError: it does not start; what it ended by, if that was one.
+        """
         try:
-            with Connection(os.dup(self.socket.fileno())) as connection:  # of the same framing
-                if not connection.poll(START_S):
-                    raise TimeoutError(errno.ETIMEDOUT, f"no answer in {START_S:g} s")
-                said, *why = json.loads(connection.recv_bytes())
-        except (OSError, EOFError) as error:
-            self.program.kill()
+            self.socket.settimeout(START_S)
+            self.socket.sendall(self._setup)
+            self._setup = b""
+            kind, *why = json.loads(self._receive_first(time.monotonic() + START_S))
+            if [kind, *why] == ["ready"]:
+                return ""
+            if kind != "refused":
+                raise ProtocolError("its first word is neither yes nor no")
+            refusal = _text(*why)
+            self.kill()
             self.program.wait()
-            raise ConfigError(
-                f"the process of tier {label} does not start: {error!r}. Fix: see what it has "
-                "written to the log before this, and restart the server."
-            ) from error
-        if said != "ready":
-            self.program.wait()
-            raise errors.ConfigError(why[0])  # as it was raised there, with its fix
+            return refusal
+        except Exception as error:
+            if isinstance(error, EOFError | ConnectionError):  # it is about to end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.program.wait(KILL_S)
+            self.kill()
+            if (status := self.program.wait()) in (*_TOO_FEW_FILES, errno.ENOMEM):
+                raise OSError(status, os.strerror(status)) from error
+            raise OSError(errno.EIO, f"{error!r} (it ended with {_name_of(status)})") from error
+
+    def _receive_first(self, end_s: float) -> bytes:
+        """Return its first message, waited for like this as no loop runs yet."""
+
+        def receive(count: int) -> bytes:
+            found = b""
+            while len(found) < count:
+                self.socket.settimeout(max(end_s - time.monotonic(), POLL_S))
+                if not (part := self.socket.recv(count - len(found))):
+                    raise EOFError
+                found += part
+            return found
+
+        return receive(length_of(receive(LENGTH_BYTES), MESSAGE_BYTES_MAX))
 
     async def connect(self, take: Callable[..., None]) -> None:
         """Listen to it, from the first time on."""
         if self._writer is None:
             reader, self._writer = await asyncio.open_unix_connection(sock=self.socket)
+            self._writer.write(self._setup)
             self._listening = asyncio.ensure_future(self._listen(reader, take))
 
     def news_of(self, facts: Mapping[str, str]) -> dict[str, str] | None:
@@ -241,9 +327,13 @@ class Process:
         slots: Sequence[int] = (),
         facts: dict[str, str] | None = None,
     ) -> asyncio.Future[list[Any]]:
-        """Call a verb of the tier; the future fails with OSError if there is no answer."""
+        """Call a verb of the tier; the future, or this, fails with OSError if no answer comes."""
+        assert self._writer is not None
+        if self._is_killed or self._writer.is_closing():
+            raise ToldError(errno.EIO, "its process has ended")
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = verb, len(names), answer
         answer.add_done_callback(lambda _: self._answers.pop(number, None))
         answer.add_done_callback(lambda it: it.cancelled() or it.exception())  # seen in any case
         told = [(name.namespace, name.group_idx, name.block_hash, name.mark) for name in names]
@@ -252,67 +342,129 @@ class Process:
 
     def give_up(self, answer: asyncio.Future[list[Any]]) -> None:
         """Cancel a call; its answer comes when it has ended."""
-        for number, other in self._answers.items():
+        for number, (_, _, other) in self._answers.items():
             if other is answer:
                 self._send("cancel", number)
 
     def kill(self) -> None:
         """Let the kernel end it, which takes as long as it has memory to unmap."""
         self._is_killed = True
-        self.program.kill()
+        if self.program.returncode is None:  # until then the group's number is nobody else's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def is_over(self) -> bool:
         """Whether it answers no further call."""
-        return self._is_killed or self.program.poll() is not None
+        return self._is_killed or self._poll() is not None
 
     async def ended(self) -> None:
-        """Return when it has ended and been listened to."""
-        await self._reap()
+        """Return when it has ended and been listened to, and nothing maps the slots through it."""
         if self._listening is None:
+            self._report(await self._reap())
             self.socket.close()
         else:
             await asyncio.wait([self._listening])
 
+    def _poll(self) -> int | None:
+        """Return its exit status if it has ended; what it has started is killed before that."""
+        if self.program.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    self.kill()
+        return self.program.poll()
+
     async def _reap(self) -> int:
-        """Return its exit status when it has ended."""
-        while (status := self.program.poll()) is None:  # noqa: ASYNC110 - nothing tells
+        """Return its exit status when it has ended, and so has everything that maps the slots."""
+        while (status := self._poll()) is None or not self._end_of_mappers.poll(0):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return status
 
+    def _report(self, status: int) -> None:
+        if self.is_wanted:
+            logger.warning(
+                "The process of tier %s, %d, has ended (%s).",
+                *(self._label, self.pid, _name_of(status)),
+            )
+
     def _send(self, *call: object) -> None:
         assert self._writer is not None
-        self._writer.write(framed(pickle.dumps(call)))
+        if not self._writer.is_closing():
+            self._writer.write(framed(pickle.dumps(call)))
 
     async def _listen(self, reader: asyncio.StreamReader, take: Callable[..., None]) -> None:
         try:
             while True:
-                kind, *said = json.loads(await read(reader))
+                kind, *said = json.loads(await read(reader, MESSAGE_BYTES_MAX))
                 if kind in ("done", "failed"):
                     self._settle(kind, *said)
                 else:
                     take(kind, *said)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except Exception:
-            logger.exception("The process of a tier says what it should not, and is killed")
+        except Exception as error:
+            logger.warning(
+                "The process of tier %s says what it should not, and is killed: %s",
+                *(self._label, printable(repr(error), LINE_LENGTH_MAX)),
+            )
         finally:
             self.kill()
             status = await self._reap()
             if self._writer is not None:
                 self._writer.close()
-            if self._answers:
-                take("ended", status)
-            for number in list(self._answers):
-                self._settle("failed", number, f"its process has ended ({status})")
+            self._report(status)
+            for _, _, answer in list(self._answers.values()):
+                if not answer.done():
+                    problem = f"its process has ended ({_name_of(status)})"
+                    answer.set_exception(ToldError(errno.EIO, problem))
 
-    def _settle(self, kind: str, number: int, found: Any) -> None:
-        answer = self._answers.get(number)
-        if answer is None or answer.done():
+    def _settle(self, kind: str, number: object, found: object) -> None:
+        """Take an answer; an exception if there is no such call, or it cannot be its answer."""
+        verb, count, answer = self._answers[_number(number, 0)]
+        if kind == "failed":
+            answer.set_exception(ToldError(errno.EIO, _text(found)))
             return
-        if kind == "done":
-            answer.set_result(found)
-        else:
-            answer.set_exception(ToldError(errno.EIO, found))
+        if not isinstance(found, list) or len(found) != count:
+            raise ProtocolError(f"not one result for each of {count} objects")
+        answer.set_result(list(map(_flag if verb == "probe" else Result, found)))
+
+
+def _number(value: object, low: int, high: int = (1 << 63) - 1) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ProtocolError(f"no number from {low} to {high}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ProtocolError("neither true nor false")
+    return value
+
+
+def _text(value: object) -> str:
+    """Return a text, in lines that move no cursor."""
+    if not isinstance(value, str):
+        raise ProtocolError("no text")
+    lines = value.split("\n", LINES_MAX)[:LINES_MAX]
+    return "\n".join(printable(line, LINE_LENGTH_MAX) for line in lines)
+
+
+def _name_of(status: int) -> str:
+    """Return what a process has ended by."""
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"status {status}"
+
+
+def _fix_of(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _TOO_FEW_FILES:
+        return "raise the limit on open files (ulimit -n, LimitNOFILE of the service)"
+    if number in (errno.EAGAIN, errno.ENOMEM):
+        return "raise the limit on processes (ulimit -u, pids.max of the container), or free memory"
+    if number == errno.EIO:
+        return "see what it has written to the log before this, and restart the server"
+    return f"let this user run {sys.executable}"
 
 
 def opener(memory: MappedFile, layout: HostLayout) -> OpenTier:

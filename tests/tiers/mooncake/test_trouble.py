@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ from tests.tiers.contract import (
     slot_of,
     spill_one,
 )
+from tests.tiers.process.test_ends import flags_of_slots, title_of
+from tests.tiers.process.test_process_tier import Slots, wait_until
 
 OBJECT_BYTES = 1 << 20
 HEADER = naming.HEADER_BYTES
@@ -167,6 +170,88 @@ def test_the_process_of_an_engine_that_is_killed_ends(own):
     deadline_s = time.monotonic() + PATIENCE_S
     while stopping.is_running(int(children[0])):
         assert time.monotonic() < deadline_s
+
+
+@pytest.mark.parametrize("verb", ["fetch", "spill"])
+async def test_nothing_moves_after_a_call_whose_process_was_killed(own, verb):
+    """A call under way ends when the client's processes are dead, too, as children of the tier's.
+
+    The machine with the objects is slow, and goes on when the slots are others'.
+    """
+    master, segment = own
+    slots = Slots(NUM_OBJECTS, (OBJECT_BYTES,))
+    slots.fill(1)
+    tier = slots.open(TierConfig.at(master.url))
+    await tier.spill(NAMES[:1], [0])
+    if verb == "fetch":
+        await tier.spill(NAMES, range(NUM_OBJECTS))
+    child = tier.process.pid
+    helpers = [int(pid) for pid in _children_of(child)]
+    assert len(helpers) == 2
+    segment.suspend()
+    call = asyncio.ensure_future(getattr(tier, verb)(NAMES, range(NUM_OBJECTS)))
+    await asyncio.sleep(0.5)  # for the reads or writes to be under way; less shows less
+    os.kill(child, signal.SIGKILL)
+    await asyncio.wait([call], timeout=PATIENCE_S)
+    with pytest.raises(OSError, match="its process has ended"):
+        await call
+    slots.memory[:] = MARK * NUM_OBJECTS
+    segment.resume()
+    await wait_until(lambda: not any(map(stopping.is_running, helpers)))
+    assert await tier.probe(NAMES[:1]) == [True]
+    assert slots.memory == MARK * NUM_OBJECTS
+    await asyncio.wait_for(tier.close(), PATIENCE_S)
+
+
+def _children_of(pid: int) -> list[str]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [child for task in tasks for child in task.read_text().split()]
+
+
+async def test_slots_are_neither_in_core_dumps_nor_in_children_of_the_client(config):
+    """And ps shows what it is."""
+    slots = Slots(1, (OBJECT_BYTES,))
+    tier = slots.open(config)
+    await tier.spill(NAMES[:1], [0])
+    helpers = _children_of(tier.process.pid)
+    assert len(helpers) == 2
+    for pid in map(int, helpers):
+        assert flags_of_slots(pid) >= {"dd", "dc"}
+        assert title_of(pid) == f"safe-offload tier {tier.label} client"
+    await tier.close()
+
+
+LIAR = """
+import json, sys, time
+from multiprocessing.connection import Connection
+channel = Connection(int(sys.argv[2]))
+channel.recv_bytes()
+channel.send_bytes(b'[0, ""]')
+channel.recv_bytes()
+channel.send_bytes({word!r})
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(b"", b"{]", b"5", b"[]", b"[[1, 1]]", b'[[1, 1], "", 3]', b"[" * 100_000),
+        *(b'[null, ""]', b'[7, ""]', b'["ab", ""]', b'[{"a": 1, "b": 2}, ""]', b'[[], ""]'),
+        *(b'[[1], ""]', b'[[1, 1, 1], ""]', b'[[1, true], ""]', b'[[1, 1.0], ""]'),
+        *(b'[[1, "x"], ""]', b'[[1, NaN], ""]', b'[[1, null], "no"]', b"x" * (2 << 20)),
+    ],
+    ids=lambda word: repr(word[:20]),
+)
+def test_a_client_that_says_what_it_should_not_is_killed(config, tmp_path, monkeypatch, word):
+    """Whatever has talked to the network in it: the call fails, and the next one has another."""
+    script = tmp_path / "liar.py"
+    script.write_text(LIAR.format(word=word))
+    monkeypatch.setattr(client, "HELPER", str(script))
+    store = client.Client(settings.complete(config))
+    with pytest.raises(OSError, match=r"Mooncake|message length"):
+        store.has(["a", "b"])
+    assert store._process.program.returncode is not None
 
 
 def test_an_engine_of_a_pool_lives_as_long_as_its_client(config, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import random
@@ -36,10 +37,11 @@ FACTS = {"model": "a"}
 class Slots:
     """Host slots of several ranges, in a memfd."""
 
-    def __init__(self) -> None:
-        offsets = (0, 4096, 8192)
-        segments = [Segment(16384, at, n) for at, n in zip(offsets, LENGTHS, strict=True)]
-        self.layout = HostLayout.in_one_slab(Geometry(tuple(segments), NUM_SLOTS), NUM_SLOTS)
+    def __init__(self, count: int = NUM_SLOTS, lengths: tuple[int, ...] = LENGTHS) -> None:
+        offsets = itertools.accumulate(lengths, initial=0)
+        segments = [Segment(sum(lengths), *each) for each in zip(offsets, lengths, strict=False)]
+        self.layout = HostLayout.in_one_slab(Geometry(tuple(segments), count), count)
+        self.slot_bytes = sum(lengths)
         self.memory = memoryview(map_new(self.layout.size_bytes))
         file = find_file(address_of(self.memory))
         assert file is not None
@@ -50,7 +52,7 @@ class Slots:
         return content
 
     def open(self, config: TierConfig, facts: dict[str, str] = FACTS) -> ProcessTier:
-        tier, _ = opener(self.file, self.layout)(config, sum(LENGTHS), dict(facts))
+        tier, _ = opener(self.file, self.layout)(config, self.slot_bytes, dict(facts))
         assert isinstance(tier, ProcessTier)
         return tier
 
