@@ -1,37 +1,47 @@
-"""Engines that share a Mooncake Store, while they, its machines and its master are killed.
+"""Engines that share a Mooncake Store, while they, their tiers, its machines and master are killed.
 
     python -m tests.tiers.mooncake.storm --seconds 300
 
 Each engine gives memory, reads and writes objects whose bytes follow from their key, and some of
-them are damaged by a client of its own. Exit status 1 if wrong bytes were read, a slot was written
-to after its read had returned, or an engine ended by itself.
+them are damaged by a client of its own. Every second engine has its tier in a process, which is
+killed during calls. Exit status 1 if wrong bytes were read, a slot was written to after its call
+had returned, or an engine ended by itself.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import key_of
+from safe_offload.tiers.process.tier import ProcessTier
 from tests.mooncake_server import Master, Segment, mooncake_tier, open_client
 from tests.tiers.contract import FACTS, SPACE, bytes_of, filled, slot_of
+from tests.tiers.process.slots import Slots
 
 NUM_ENGINES, NUM_SEGMENTS = 2, 2
-NUM_KEYS = 200
+NUM_KEYS, NUM_SLOTS = 200, 512
 SHAPES = ((256 << 10,), (100_001, 13, 4096), (4096,) * 32)
 SEGMENT_BYTES = 32 << 20
 PAUSE_S = 0.05
 MARK = 0xAA
+KILLS = 0.3
+"""Of calls, about: those during which the process of their tier is killed."""
 LATE_S = 20.0
 """So long what a read has given back is looked at."""
 WRONG, LATE, LONGEST_PROBE = "wrong", "late", "longest probe"
@@ -41,41 +51,126 @@ def name_of(number: int) -> Name:
     return Name(SPACE, number % 3, number.to_bytes(32, "big"))
 
 
+class OwnSlots:
+    """Slots of an engine's own, of all shapes, looked at for a while after they were given back."""
+
+    numbers: Sequence[int] = range(NUM_KEYS)
+
+    def __init__(self, url: str) -> None:
+        self._sources = [filled(SHAPES[n % 3], n) for n in self.numbers]
+        self._given_back: deque[tuple[float, Any]] = deque()
+        self.config = config_of(url)
+
+    def open(self) -> Tier:
+        return mooncake_tier(self.config, FACTS)
+
+    def source(self, number: int) -> Any:
+        return self._sources[number]
+
+    def target(self, number: int) -> Any:
+        return slot_of(SHAPES[number % 3])
+
+    def content(self, slot: Any) -> bytes:
+        return bytes_of(slot)
+
+    def give_back(self, slots: Sequence[Any]) -> int:
+        """Mark slots; return how many of those given back long ago have been written to."""
+        for slot in slots:
+            for buffer in slot:
+                buffer[:] = bytes([MARK]) * buffer.nbytes
+            self._given_back.append((time.monotonic(), slot))
+        num_late = 0
+        while self._given_back and self._given_back[0][0] < time.monotonic() - LATE_S:
+            _, slot = self._given_back.popleft()
+            num_late += any(bytes(b) != bytes([MARK]) * b.nbytes for b in slot)
+        return num_late
+
+
+class SharedSlots:
+    """Slots that the process of a tier maps, of one shape, looked at when they are used again."""
+
+    def __init__(self, url: str, shape: int) -> None:
+        self.numbers = range(shape, NUM_KEYS, 3)
+        self.config = config_of(url)
+        self._slots = Slots(NUM_SLOTS, SHAPES[shape])
+        self._ranges = [self._slots.layout.ranges_of(slot_id) for slot_id in range(NUM_SLOTS)]
+        self._slots.memory[:] = bytes([MARK]) * len(self._slots.memory)
+        self._turns = itertools.cycle(range(NUM_SLOTS))
+        self._num_late = 0
+
+    def open(self) -> Tier:
+        return self._slots.open(self.config, FACTS)
+
+    def source(self, number: int) -> Any:
+        slot_id, data = self.target(number), bytes_of(filled(SHAPES[number % 3], number))
+        for at, length in self._ranges[slot_id]:
+            self._slots.memory[at : at + length], data = data[:length], data[length:]
+        return slot_id
+
+    def target(self, number: int) -> Any:
+        slot_id = next(self._turns)
+        content = self.content(slot_id)
+        self._num_late += content != bytes([MARK]) * len(content)
+        return slot_id
+
+    def content(self, slot: Any) -> bytes:
+        return b"".join(self._slots.memory[at : at + length] for at, length in self._ranges[slot])
+
+    def give_back(self, slots: Sequence[Any]) -> int:
+        """See `OwnSlots.give_back`."""
+        for slot in slots:
+            for at, length in self._ranges[slot]:
+                self._slots.memory[at : at + length] = bytes([MARK]) * length
+        num_late, self._num_late = self._num_late, 0
+        return num_late
+
+
+def config_of(url: str) -> TierConfig:
+    return TierConfig.at(url, segment_bytes=SEGMENT_BYTES, timeout_s=2.0)
+
+
 async def run_engine(url: str, seed: int, log: Path) -> None:
     """Read and write until killed; what was counted is in the log."""
     rng, counts = random.Random(seed), Counter[str]()
-    config = TierConfig.at(url, segment_bytes=SEGMENT_BYTES, timeout_s=2.0)
-    sources = [filled(SHAPES[n % 3], n) for n in range(NUM_KEYS)]
-    tier = GuardedTier(mooncake_tier(config, FACTS), config, lambda _: SPACE, slot_bytes=256 << 10)
-    given_back: deque = deque()
-    vandal = open_client(f"{config.location.host}:{config.location.port}")
+    slots = SharedSlots(url, seed // 2 % 3) if seed % 2 else OwnSlots(url)
+    inner = slots.open()
+    tier = GuardedTier(inner, slots.config, lambda _: SPACE, slot_bytes=256 << 10)
+    vandal = open_client(f"{slots.config.location.host}:{slots.config.location.port}")
     while True:
-        numbers = rng.sample(range(NUM_KEYS), 8)
+        numbers = rng.sample(slots.numbers, 8)
         names = [name_of(n) for n in numbers]
         start_s = time.monotonic()
         await tier.probe(names)
         counts[LONGEST_PROBE] = max(counts[LONGEST_PROBE], int(1e3 * (time.monotonic() - start_s)))
         if rng.random() < 0.5:
-            counts.update(
-                each.value for each in await tier.spill(names, [sources[n] for n in numbers]) or ()
-            )
+            used = [slots.source(n) for n in numbers]
+            call = asyncio.ensure_future(tier.spill(names, used))
+            await kill_sometimes(inner, rng, counts)
+            counts.update(each.value for each in await call or ())
         else:
-            targets = [slot_of(SHAPES[n % 3]) for n in numbers]
-            results = await tier.fetch(names, targets) or ()
+            used = [slots.target(n) for n in numbers]
+            call = asyncio.ensure_future(tier.fetch(names, used))
+            await kill_sometimes(inner, rng, counts)
+            results = await call or ()
             counts.update(each.value for each in results)
-            for number, target, result in zip(numbers, targets, results, strict=False):
-                is_wrong = result is Result.DONE and bytes_of(target) != bytes_of(sources[number])
-                counts[WRONG] += is_wrong
-                for buffer in target:
-                    buffer[:] = bytes([MARK]) * buffer.nbytes
-                given_back.append((time.monotonic(), target))
-        while given_back and given_back[0][0] < time.monotonic() - LATE_S:
-            _, target = given_back.popleft()
-            counts[LATE] += any(bytes(b) != bytes([MARK]) * b.nbytes for b in target)
+            for number, slot, result in zip(numbers, used, results, strict=False):
+                expected = bytes_of(filled(SHAPES[number % 3], number))
+                counts[WRONG] += result is Result.DONE and slots.content(slot) != expected
+        if seed % 2 or used[0] is not slots.source(numbers[0]):
+            counts[LATE] += slots.give_back(used)
         if rng.random() < 0.05:
             await asyncio.to_thread(damage, vandal, key_of(names[0]).decode(), rng)
         log.write_text(json.dumps(counts))  # noqa: ASYNC240 - a line, and nobody waits
         await asyncio.sleep(PAUSE_S)
+
+
+async def kill_sometimes(tier: Tier, rng: random.Random, counts: Counter[str]) -> None:
+    """Kill the process of a tier, if it has one, during a call."""
+    if isinstance(tier, ProcessTier) and rng.random() < KILLS:
+        await asyncio.sleep(rng.uniform(0.0, 0.05))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(tier.process.pid, signal.SIGKILL)
+            counts["tier killed"] += 1
 
 
 def damage(store: object, key: str, rng: random.Random) -> None:

@@ -45,8 +45,9 @@ from tests.tiers.contract import (
     slot_of,
     spill_one,
 )
+from tests.tiers.process.slots import Slots
 from tests.tiers.process.test_ends import flags_of_slots, title_of
-from tests.tiers.process.test_process_tier import Slots, wait_until
+from tests.tiers.process.test_process_tier import wait_until
 
 OBJECT_BYTES = 1 << 20
 HEADER = naming.HEADER_BYTES

@@ -15,10 +15,9 @@ from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.process import tier as process_tier
 from tests import stopping
+from tests.tiers.process.slots import NUM_SLOTS, Slots
 from tests.tiers.process.test_process_tier import (
-    NUM_SLOTS,
     PATIENCE_S,
-    Slots,
     directory,
     names,
     opened,

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,8 +15,7 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
-from safe_offload.layout import Geometry, HostLayout, Segment
-from safe_offload.mapped_files import address_of, find_file, map_new
+from safe_offload.mapped_files import address_of, find_file
 from safe_offload.node.locks import Locks
 from safe_offload.node.pools import open_rank
 from safe_offload.tiers.base import Name, Result
@@ -26,35 +23,10 @@ from safe_offload.tiers.process import tier as process_tier
 from safe_offload.tiers.process.tier import ProcessTier, opener
 from tests import stopping
 from tests.node.engines import pools_in, wanted
+from tests.tiers.process.slots import LENGTHS, NUM_SLOTS, Slots
 from tests.valkey_server import Server
 
-NUM_SLOTS = 8
-LENGTHS = (4096, 512, 8192)
 PATIENCE_S = 100
-FACTS = {"model": "a"}
-
-
-class Slots:
-    """Host slots of several ranges, in a memfd."""
-
-    def __init__(self, count: int = NUM_SLOTS, lengths: tuple[int, ...] = LENGTHS) -> None:
-        offsets = itertools.accumulate(lengths, initial=0)
-        segments = [Segment(sum(lengths), *each) for each in zip(offsets, lengths, strict=False)]
-        self.layout = HostLayout.in_one_slab(Geometry(tuple(segments), count), count)
-        self.slot_bytes = sum(lengths)
-        self.memory = memoryview(map_new(self.layout.size_bytes))
-        file = find_file(address_of(self.memory))
-        assert file is not None
-        self.file = file
-
-    def fill(self, seed: int) -> bytes:
-        self.memory[:] = content = random.Random(seed).randbytes(len(self.memory))
-        return content
-
-    def open(self, config: TierConfig, facts: dict[str, str] = FACTS) -> ProcessTier:
-        tier, _ = opener(self.file, self.layout)(config, self.slot_bytes, dict(facts))
-        assert isinstance(tier, ProcessTier)
-        return tier
 
 
 @pytest.fixture
@@ -279,7 +251,8 @@ async def test_a_process_that_says_what_it_should_not_is_killed(
 ENGINE = """
 import subprocess, sys, threading
 from pathlib import Path
-from tests.tiers.process.test_process_tier import Slots, directory, process_of
+from tests.tiers.process.slots import Slots
+from tests.tiers.process.test_process_tier import directory, process_of
 tier = Slots().open(directory(Path(sys.argv[1])))
 ours = [tier.process.socket.fileno()]
 fork = subprocess.Popen(["sleep", "600"], pass_fds=ours)

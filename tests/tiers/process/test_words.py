@@ -12,9 +12,8 @@ from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.process import tier as process_tier
 from safe_offload.worker.tier_runner import Slots as RunnerSlots
 from safe_offload.worker.tier_runner import TierRunner
+from tests.tiers.process.slots import NUM_SLOTS, Slots
 from tests.tiers.process.test_process_tier import (
-    NUM_SLOTS,
-    Slots,
     directory,
     names,
     wait_until,
