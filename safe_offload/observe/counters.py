@@ -203,6 +203,7 @@ class TierSeries:
         self.written_bytes = series("written_bytes", "Bytes written to a tier.")
         doc = "Objects evicted because a tier had reached its capacity."
         self.evicted_objects = series("evicted_objects", doc)
+        self.restarts = series("restarts", "Starts of a tier's process after one had ended.")
         doc = "Blocks requested from a tier but not read, by reason."
         self.misses = {why: series("misses", doc, ("reason", why)) for why in TIER_MISSES}
         doc = "Blocks not written to a tier, by reason; without those already present."
@@ -227,7 +228,12 @@ class TierSeries:
         """Return what is counted."""
         return (
             *(self.read_objects, self.read_bytes, self.written_objects, self.written_bytes),
-            *(self.evicted_objects, *self.misses.values(), *self.dropped_spills.values()),
+            *(
+                self.evicted_objects,
+                self.restarts,
+                *self.misses.values(),
+                *self.dropped_spills.values(),
+            ),
         )
 
     @property

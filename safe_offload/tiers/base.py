@@ -107,6 +107,10 @@ class Tier(Protocol):
     def num_evicted(self) -> int:
         """Return how many objects this process has deleted to keep its capacity."""
 
+    @property
+    def num_restarts(self) -> int:
+        """Return how often its process was started again; 0 for one in the engine's."""
+
     async def probe(self, names: Sequence[Name]) -> list[bool]:
         """Return which objects are there; they may be gone when they are fetched.
 

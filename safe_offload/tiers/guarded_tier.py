@@ -99,6 +99,7 @@ class GuardedTier:
         }
         self._late_probes: set[asyncio.Task[list[bool]]] = set()
         self._num_evicted = 0
+        self._num_restarts = 0
         self._calls: deque[Call] = deque(maxlen=CALLS_MAX)
 
     def __repr__(self) -> str:
@@ -136,6 +137,11 @@ class GuardedTier:
         """Return how many objects the tier has evicted since the last time; as `take_calls`."""
         before, self._num_evicted = self._num_evicted, self.tier.num_evicted
         return self._num_evicted - before
+
+    def take_restarts(self) -> int:
+        """Return how often the tier's process was started again; as `take_evicted`."""
+        before, self._num_restarts = self._num_restarts, self.tier.num_restarts
+        return self._num_restarts - before
 
     async def try_out(self) -> None:
         """Probe until there is an answer, or the log says that the tier cannot work."""

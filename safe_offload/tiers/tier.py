@@ -30,6 +30,8 @@ class SealedTier:
         facts: of its namespaces (naming.py), written down beside the objects.
     """
 
+    num_restarts = 0
+
     def __init__(
         self, store: Store, facts: Mapping[str, object] | None = None, seal: Seal = PLAIN
     ) -> None:

@@ -23,7 +23,7 @@ from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.namespace.namespace import NamespaceFacts
 from safe_offload.tiers.namespace.this_machine import name_here
-from safe_offload.tiers.process.tier import opener
+from safe_offload.tiers.process.tier import ProcessTier, opener
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.threads import DirectionThreads
@@ -246,10 +246,11 @@ class Opening:
             guarded_tiers.append(guarded)
             limit = config.capacity_bytes
             logger.info(
-                "Tier %d of rank %d is %s: %s.",
+                "Tier %d of rank %d is %s%s: %s.",
                 len(guarded_tiers),
                 self.rank,
                 tier.label,
+                f", in process {tier.process.pid}" if isinstance(tier, ProcessTier) else "",
                 "no capacity limit" if limit is None else f"at most {format_bytes(limit)}",
             )
         return guarded_tiers

@@ -241,6 +241,7 @@ class TierRunner:
         """Count what the tiers did since the last call."""
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
             counters[series.evicted_objects] += guarded.take_evicted()
+            counters[series.restarts] += guarded.take_restarts()
             for call in guarded.take_calls():
                 if call.seconds or LEFT_ALONE not in call.results:
                     counters.observe(series.seconds[call.operation.value], call.seconds)

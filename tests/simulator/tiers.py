@@ -226,6 +226,7 @@ class SimTier:
         self.label = label
         self.used_bytes = -1
         self.num_evicted = 0
+        self.num_restarts = 0
         self.store = store
         self.running: list[Operation] = []  # operations under way
         # Told of the rank, the slot and the object whose words are written to it now.

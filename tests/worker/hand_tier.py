@@ -78,6 +78,7 @@ class HandTier:
         self.label = label
         self.objects: dict[Name, bytes] = {} if objects is None else objects  # by name, whole slots
         self.num_evicted = 0
+        self.num_restarts = 0
         self.calls: list[str] = []  # every call so far, "fetch 3" for one of three objects
         self.holds: set[str] = set()  # of the kinds of calls that wait for `release`
         # Such a call cannot be given up: as a thread in the kernel, it hangs.

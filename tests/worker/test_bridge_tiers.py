@@ -167,6 +167,7 @@ def test_what_tiers_do_is_counted(make_worker):
     worker.answered(1)
     worker.near.answers["fetch"] = [[Result.CORRUPT, Result.ABSENT, Result.DONE]]
     worker.near.num_evicted = 7
+    worker.near.num_restarts = 2
     worker.step(StepPlan(fetches=moved(2, [2, 3, 4], A, C, B)))
     worker.answered(2)
     counters = Counters()
@@ -184,6 +185,7 @@ def test_what_tiers_do_is_counted(make_worker):
         'tier_read_bytes{tier="2"}': SLOT_BYTES,
         'tier_misses{tier="2",reason="absent"}': 1,
         'tier_evicted_objects{tier="1"}': 7,
+        'tier_restarts{tier="1"}': 2,
     }
     observed = counters.take_observed()
     assert (

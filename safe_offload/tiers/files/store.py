@@ -415,8 +415,8 @@ class _Place:
                 logger.debug("%s: no file can be made: %s", self._label, error)
                 self.is_direct, self.uid = True, uid
             logger.info(
-                "Tier %s is open, with %s I/O.",
-                *(self._label, "direct" if self.is_direct else "buffered"),
+                "Tier %s is open in process %d, with %s I/O.",
+                *(self._label, os.getpid(), "direct" if self.is_direct else "buffered"),
             )
         self._known, self._mount_point = known, mount_point
         return root_fd

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Pipe
 from typing import Any, Final
 
+from safe_offload import errors
 from safe_offload.config.printing import printable
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError, ProtocolError
@@ -105,7 +106,7 @@ class ProcessTier:
         except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
             raise ConfigError(f"{problem}: {error}. Fix: {_fix_of(error)}.") from error
         if why:
-            raise ConfigError(why)  # as it was raised there, with its fix
+            raise errors.ConfigError(why)  # as it was raised there, with its fix
 
     def __repr__(self) -> str:
         return f"<ProcessTier {self.label}, process {self.process.program.pid}>"

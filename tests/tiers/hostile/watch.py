@@ -161,6 +161,7 @@ class WatchedTier:
         self.label = tier.label
         self.used_bytes = tier.used_bytes
         self.num_evicted = 0
+        self.num_restarts = 0
         self.raised: Counter[str] = Counter()
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:

@@ -2,15 +2,14 @@
 
     python -m tests.tiers.mooncake.storm --seconds 300
 
-Each engine gives memory, reads and writes objects whose bytes follow from their key, and some of
-them are damaged by a client of its own. Every second engine has its tier in a process, which is
-killed during calls. Exit status 1 if wrong bytes were read, a slot was written to after its call
-had returned, or an engine ended by itself.
+Each engine reads and writes objects whose bytes follow from their key, and some of them are damaged
+by a client of its own. Some give memory; others have their tier in a process, which is killed
+during calls. Exit status 1 if wrong bytes were read, a slot was written to after its call had
+returned, or an engine ended by itself.
 """
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.guarded_tier import GuardedTier
@@ -35,13 +36,13 @@ from tests.tiers.contract import FACTS, SPACE, bytes_of, filled, slot_of
 from tests.tiers.process.slots import Slots
 
 NUM_ENGINES, NUM_SEGMENTS = 2, 2
-NUM_KEYS, NUM_SLOTS = 200, 512
+NUM_KEYS, NUM_SLOTS = 200, 64
 SHAPES = ((256 << 10,), (100_001, 13, 4096), (4096,) * 32)
 SEGMENT_BYTES = 32 << 20
 PAUSE_S = 0.05
 MARK = 0xAA
-KILLS = 0.3
-"""Of calls, about: those during which the process of their tier is killed."""
+KILL_AFTER_S = (0.001, 0.1, 0.5)
+"""Into calls that take so long, the process of their tier is killed at times."""
 LATE_S = 20.0
 """So long what a read has given back is looked at."""
 WRONG, LATE, LONGEST_PROBE = "wrong", "late", "longest probe"
@@ -59,7 +60,7 @@ class OwnSlots:
     def __init__(self, url: str) -> None:
         self._sources = [filled(SHAPES[n % 3], n) for n in self.numbers]
         self._given_back: deque[tuple[float, Any]] = deque()
-        self.config = config_of(url)
+        self.config = TierConfig.at(url, segment_bytes=SEGMENT_BYTES, timeout_s=2.0)
 
     def open(self) -> Tier:
         return mooncake_tier(self.config, FACTS)
@@ -87,16 +88,17 @@ class OwnSlots:
 
 
 class SharedSlots:
-    """Slots that the process of a tier maps, of one shape, looked at when they are used again."""
+    """Slots that the process of a tier maps, of one shape; nobody writes to those of no call."""
 
     def __init__(self, url: str, shape: int) -> None:
         self.numbers = range(shape, NUM_KEYS, 3)
-        self.config = config_of(url)
+        # Without memory of its own, so that it waits for machines that have stopped.
+        self.config = TierConfig.at(url, timeout_s=2.0)
         self._slots = Slots(NUM_SLOTS, SHAPES[shape])
+        self._bytes = np.frombuffer(self._slots.memory, np.uint8)
+        self._bytes[:] = MARK
         self._ranges = [self._slots.layout.ranges_of(slot_id) for slot_id in range(NUM_SLOTS)]
-        self._slots.memory[:] = bytes([MARK]) * len(self._slots.memory)
         self._turns = itertools.cycle(range(NUM_SLOTS))
-        self._num_late = 0
 
     def open(self) -> Tier:
         return self._slots.open(self.config, FACTS)
@@ -108,25 +110,18 @@ class SharedSlots:
         return slot_id
 
     def target(self, number: int) -> Any:
-        slot_id = next(self._turns)
-        content = self.content(slot_id)
-        self._num_late += content != bytes([MARK]) * len(content)
-        return slot_id
+        return next(self._turns)
 
     def content(self, slot: Any) -> bytes:
         return b"".join(self._slots.memory[at : at + length] for at, length in self._ranges[slot])
 
     def give_back(self, slots: Sequence[Any]) -> int:
-        """See `OwnSlots.give_back`."""
-        for slot in slots:
-            for at, length in self._ranges[slot]:
-                self._slots.memory[at : at + length] = bytes([MARK]) * length
-        num_late, self._num_late = self._num_late, 0
-        return num_late
-
-
-def config_of(url: str) -> TierConfig:
-    return TierConfig.at(url, segment_bytes=SEGMENT_BYTES, timeout_s=2.0)
+        """Mark slots; return whether others have been written to."""
+        for at, length in (each for slot in slots for each in self._ranges[slot]):
+            self._bytes[at : at + length] = MARK
+        is_late = not (self._bytes == MARK).all()
+        self._bytes[:] = MARK
+        return is_late
 
 
 async def run_engine(url: str, seed: int, log: Path) -> None:
@@ -145,12 +140,12 @@ async def run_engine(url: str, seed: int, log: Path) -> None:
         if rng.random() < 0.5:
             used = [slots.source(n) for n in numbers]
             call = asyncio.ensure_future(tier.spill(names, used))
-            await kill_sometimes(inner, rng, counts)
+            await kill_sometimes(inner, call, rng, counts)
             counts.update(each.value for each in await call or ())
         else:
             used = [slots.target(n) for n in numbers]
             call = asyncio.ensure_future(tier.fetch(names, used))
-            await kill_sometimes(inner, rng, counts)
+            await kill_sometimes(inner, call, rng, counts)
             results = await call or ()
             counts.update(each.value for each in results)
             for number, slot, result in zip(numbers, used, results, strict=False):
@@ -164,11 +159,13 @@ async def run_engine(url: str, seed: int, log: Path) -> None:
         await asyncio.sleep(PAUSE_S)
 
 
-async def kill_sometimes(tier: Tier, rng: random.Random, counts: Counter[str]) -> None:
-    """Kill the process of a tier, if it has one, during a call."""
-    if isinstance(tier, ProcessTier) and rng.random() < KILLS:
-        await asyncio.sleep(rng.uniform(0.0, 0.05))
-        with contextlib.suppress(ProcessLookupError):
+async def kill_sometimes(
+    tier: Tier, call: asyncio.Future[Any], rng: random.Random, counts: Counter[str]
+) -> None:
+    """Kill the process of a tier, if it has one, in the middle of a call."""
+    if isinstance(tier, ProcessTier) and rng.random() < 0.5:
+        await asyncio.wait([call], timeout=rng.choice(KILL_AFTER_S))
+        if not call.done() and not tier.process.is_over():
             os.kill(tier.process.pid, signal.SIGKILL)
             counts["tier killed"] += 1
 
@@ -212,7 +209,7 @@ def rage(folder: Path, seconds: float, seed: int) -> Counter[str]:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             time.sleep(rng.uniform(2.0, 8.0))
-            what = rng.choice(["engine", "segment", "segment stopped", "master"])
+            what = rng.choice(["engine", "segment", *["segment stopped"] * 3, "master"])
             counts[f"{what} killed" if what != "segment stopped" else what] += 1
             place = rng.randrange(2)
             if what == "engine":
@@ -223,7 +220,7 @@ def rage(folder: Path, seconds: float, seed: int) -> Counter[str]:
                 segments[place].start()
             elif what == "segment stopped":
                 segments[place].suspend()
-                time.sleep(rng.uniform(1.0, 12.0))
+                time.sleep(rng.uniform(1.0, rng.choice([4.0, 12.0])))
                 segments[place].resume()
             else:
                 master.kill()
