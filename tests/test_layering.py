@@ -140,6 +140,8 @@ READS_PRIVATE = {
     "scheduler/stores/test_spare.py": ("_hits",),  # gives the kinds of a host fixed shares
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner
+    "tiers/mooncake/test_trouble.py": ("_process",),  # that a client has started
+    "tiers/process/test_ends.py": ("_answers", "_setup", "_start"),  # sees calls, lets starts hang
     "worker/memory/test_shared_memory.py": ("_map",),  # is made to fail
 }
 """Private fields and methods of ours, by name, that tests, the simulator and benchmarks read."""

@@ -113,7 +113,7 @@ def test_make_writes_alerts_that_link_to_the_repository(tmp_path):
 
 
 def test_a_section_is_of_one_alert():
-    assert len({annotations["runbook_url"] for annotations in ALERTS.values()}) == len(ALERTS) == 10
+    assert len({annotations["runbook_url"] for annotations in ALERTS.values()}) == len(ALERTS) == 11
 
 
 @pytest.mark.parametrize("alert", ALERTS)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +139,14 @@ async def run_engine(url: str, seed: int, log: Path) -> None:
         counts[LONGEST_PROBE] = max(counts[LONGEST_PROBE], int(1e3 * (time.monotonic() - start_s)))
         if rng.random() < 0.5:
             used = [slots.source(n) for n in numbers]
-            call = asyncio.ensure_future(tier.spill(names, used))
+            call = asyncio.ensure_future(in_two(tier.spill, names, used))
             await kill_sometimes(inner, call, rng, counts)
-            counts.update(each.value for each in await call or ())
+            counts.update(each.value for each in await call)
         else:
             used = [slots.target(n) for n in numbers]
-            call = asyncio.ensure_future(tier.fetch(names, used))
+            call = asyncio.ensure_future(in_two(tier.fetch, names, used))
             await kill_sometimes(inner, call, rng, counts)
-            results = await call or ()
+            results = await call
             counts.update(each.value for each in results)
             for number, slot, result in zip(numbers, used, results, strict=False):
                 expected = bytes_of(filled(SHAPES[number % 3], number))
@@ -157,6 +157,15 @@ async def run_engine(url: str, seed: int, log: Path) -> None:
             await asyncio.to_thread(damage, vandal, key_of(names[0]).decode(), rng)
         log.write_text(json.dumps(counts))  # noqa: ASYNC240 - a line, and nobody waits
         await asyncio.sleep(PAUSE_S)
+
+
+async def in_two(move: Callable[..., Any], names: list[Name], slots: list[Any]) -> list[Result]:
+    """Fetch or spill in two calls at a time, which keeps all channels of a client busy."""
+    calls = (move(names[at::2], slots[at::2]) for at in range(2))
+    results = [Result.CANCELLED] * len(names)
+    for at, found in enumerate(await asyncio.gather(*calls)):
+        results[at::2] = found or results[at::2]
+    return results
 
 
 async def kill_sometimes(
