@@ -56,6 +56,7 @@ class OwnSlots:
     """Slots of an engine's own, of all shapes, looked at for a while after they were given back."""
 
     numbers: Sequence[int] = range(NUM_KEYS)
+    num_at_a_time = 8
 
     def __init__(self, url: str) -> None:
         self._sources = [filled(SHAPES[n % 3], n) for n in self.numbers]
@@ -89,6 +90,8 @@ class OwnSlots:
 
 class SharedSlots:
     """Slots that the process of a tier maps, of one shape; nobody writes to those of no call."""
+
+    num_at_a_time = 24
 
     def __init__(self, url: str, shape: int) -> None:
         self.numbers = range(shape, NUM_KEYS, 3)
@@ -132,7 +135,7 @@ async def run_engine(url: str, seed: int, log: Path) -> None:
     tier = GuardedTier(inner, slots.config, lambda _: SPACE, slot_bytes=256 << 10)
     vandal = open_client(f"{slots.config.location.host}:{slots.config.location.port}")
     while True:
-        numbers = rng.sample(slots.numbers, 8)
+        numbers = rng.sample(slots.numbers, slots.num_at_a_time)
         names = [name_of(n) for n in numbers]
         start_s = time.monotonic()
         await tier.probe(names)

@@ -53,6 +53,7 @@ OBJECT_BYTES = 1 << 20
 HEADER = naming.HEADER_BYTES
 REAL_HELPER = client.HELPER
 NUM_OBJECTS = 16
+MANY = 64
 NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
 MARK = b"\xaa" * OBJECT_BYTES
 CONTENT = random.Random(1).randbytes(100)
@@ -177,30 +178,32 @@ def test_the_process_of_an_engine_that_is_killed_ends(own):
 async def test_nothing_moves_after_a_call_whose_process_was_killed(own, verb):
     """A call under way ends when the client's processes are dead, too, as children of the tier's.
 
-    The machine with the objects is slow, and goes on when the slots are others'.
+    The machine with the objects is slow, and goes on when the slots are others'. The objects keep
+    all channels busy: an idle one lets the client's process see that the tier's has ended.
     """
     master, segment = own
-    slots = Slots(NUM_OBJECTS, (OBJECT_BYTES,))
+    many = [name_of(number) for number in range(MANY)]
+    slots = Slots(MANY, (OBJECT_BYTES,))
     slots.fill(1)
     tier = slots.open(TierConfig.at(master.url))
-    await tier.spill(NAMES[:1], [0])
+    await tier.spill(many[:1], [0])
     if verb == "fetch":
-        await tier.spill(NAMES, range(NUM_OBJECTS))
+        await tier.spill(many, range(MANY))
     child = tier.process.pid
     helpers = [int(pid) for pid in _children_of(child)]
     assert len(helpers) == 2
     segment.suspend()
-    call = asyncio.ensure_future(getattr(tier, verb)(NAMES, range(NUM_OBJECTS)))
+    call = asyncio.ensure_future(getattr(tier, verb)(many, range(MANY)))
     await asyncio.sleep(0.5)  # for the reads or writes to be under way; less shows less
     os.kill(child, signal.SIGKILL)
     await asyncio.wait([call], timeout=PATIENCE_S)
     with pytest.raises(OSError, match="its process has ended"):
         await call
-    slots.memory[:] = MARK * NUM_OBJECTS
+    slots.memory[:] = MARK * MANY
     segment.resume()
     await wait_until(lambda: not any(map(stopping.is_running, helpers)))
-    assert await tier.probe(NAMES[:1]) == [True]
-    assert slots.memory == MARK * NUM_OBJECTS
+    assert await tier.probe(many[:1]) == [True]
+    assert slots.memory == MARK * MANY
     await asyncio.wait_for(tier.close(), PATIENCE_S)
 
 
