@@ -308,7 +308,7 @@ class StepReport(KVConnectorWorkerMetadata):
     Attributes:
         lost_ranks: ranks that cannot copy and never will, reported once.
         later: of a worker on the scheduler's own thread, which is asked what has settled when the
-            report is read; such a report is never sent.
+            report is read, stores of later steps excepted; such a report is never sent.
     """
 
     outcomes: tuple[Outcome, ...] = ()

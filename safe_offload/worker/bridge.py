@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.errors import TransferError
@@ -96,9 +97,11 @@ class WorkerBridge(WorkerSide):
         self._is_forward_issued = False
         self._may_wait = False
         self._is_gathered = False  # what the next report tells, by `count_into`
+        self._last_store_id = -1  # of all plans
         # Submitted and not drained; drained or failed and not reported.
         self._running: dict[int, Direction] = {}
         self._outcomes: list[Outcome] = []
+        self._stored_ids: set[int] = set()  # of stores among them
         self._bad_slots: list[BadSlots] = []
         self._presences: list[Presence] = []
         self._failures: tuple[str, ...] = ()
@@ -232,6 +235,8 @@ class WorkerBridge(WorkerSide):
         self._is_forward_issued = False
         self._may_wait = plan.is_idle
         self._loads, self._stores = plan.loads, plan.stores_after_forward
+        if stores := plan.stores_before_forward + plan.stores_after_forward:
+            self._last_store_id = stores[-1].transfer_id
         if plan.loads and self.opened is not None:
             self._mark_loads(self.opened)
         self._failures += plan.failures
@@ -271,24 +276,31 @@ class WorkerBridge(WorkerSide):
                 capacities = (Capacity(self._rank, num_slots),)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
         has_settled = self._outcomes or self._bad_slots or self._presences
+        settled = partial(self.report_settled, self._last_store_id)
         if self._is_beside_scheduler and (has_settled or self._is_loading):
-            return StepReport((), capacities, (), lost, facts, later=self.report_settled)
+            return StepReport((), capacities, (), lost, facts, later=settled)
         if not (has_settled or capacities or lost or facts):
             return None
-        settled = self.report_settled()
-        return replace(settled, capacities=capacities, lost_ranks=lost, host_facts=facts)
+        return replace(settled(), capacities=capacities, lost_ranks=lost, host_facts=facts)
 
-    def report_settled(self) -> StepReport:
+    def report_settled(self, last_store_id: int) -> StepReport:
         """Return what has settled, up to this moment if a load runs, and was not reported.
 
         vLLM reads what a step has reported when it has given the worker one step more. On the
         scheduler's thread it learns then what that one has found, too, and what has settled since,
         so that a request whose load has landed runs a step sooner, or two.
+
+        Args:
+            last_store_id: of the step that reports. Later stores wait for their own step's output,
+                which may name blocks that another connector failed to load.
         """
         if self.opened is not None and self._is_beside_scheduler and self._is_loading:
             self._drain(self.opened)
-        settled = tuple(self._outcomes), (), tuple(self._bad_slots), (), (), tuple(self._presences)
-        self._outcomes, self._bad_slots, self._presences = [], [], []
+        early = {store_id for store_id in self._stored_ids if store_id > last_store_id}
+        outcomes = tuple(o for o in self._outcomes if o.transfer_id not in early)
+        settled = outcomes, (), tuple(self._bad_slots), (), (), tuple(self._presences)
+        self._outcomes = [o for o in self._outcomes if o.transfer_id in early]
+        self._stored_ids, self._bad_slots, self._presences = early, [], []
         return StepReport(*settled)
 
     def count_into(self, counters: Counters) -> None:
@@ -373,7 +385,8 @@ class WorkerBridge(WorkerSide):
 
     def _drain(self, opened: Opened) -> None:
         for transfer_id, failure in opened.transfers.drain():
-            self._running.pop(transfer_id, None)
+            if self._running.pop(transfer_id, None) is Direction.STORE:
+                self._stored_ids.add(transfer_id)
             self._outcomes.append(Outcome(self._rank, transfer_id, failure))
         if opened.tiers is not None:
             answers = opened.tiers.drain()

@@ -8,6 +8,7 @@ from safe_offload.protocol import Outcome, StepReport
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.model_runner import Batch
 
 
 def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig):
@@ -303,6 +304,38 @@ def test_stores_are_dropped_when_another_connectors_load_was_bad(make_rig):
     rig.drain()
     assert rig.counts["stored_blocks"] == 0
     assert num_failed(rig.counts, "store") > 0
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_k4_what_a_step_has_stored_is_found_when_its_output_is_read_and_names_no_bad_block(
+    make_rig, is_bad
+):
+    """A worker beside the scheduler reports with the output of a step what the next has loaded."""
+    rig = make_rig(num_blocks=60, is_async=True, has_streams=True, is_in_process=True)
+    prompt = rig.warm()
+    rig.hold_copies(True)
+    rig.add("again", prompt)
+    rig.step_until(lambda: rig.plans and rig.plans[-1].loads)
+    hashes = rig.add("a", rig.prompt(21, 2), max_tokens=1).block_hashes
+    (worker,) = rig.workers
+
+    def end_copies(_: Batch) -> None:
+        rig.hold_copies(False)
+        while worker.transfers.statistics().unsettled_ids:
+            worker.pause(worker.rank)
+
+    def num_found() -> int:
+        directory = rig.planner.hits.directory
+        return sum(directory.find(0, each) is not None for each in hashes)
+
+    rig.before_update.append(end_copies)
+    (store,) = rig.planned_step().stores_after_forward  # reads the output of the step that loads
+    assert not rig.planner.statistics().loads
+    assert num_found() == 0
+    bad = {*store.block_ids} if is_bad else set()
+    rig.mutate_outputs.append(lambda _, outputs: outputs[0].invalid_block_ids.update(bad))
+    rig.step()
+    assert num_found() == (0 if is_bad else 5)
 
 
 def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig):
