@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +40,30 @@ def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
     tables += [table for table in scheduler_output.scheduled_cached_reqs.new_block_ids if table]
     ids = {block_id for table in tables for group in table for block_id in group}
     return ids | _copy_targets(scheduler_output)
+
+
+def spoilt_block_ids(
+    outputs: Iterable[SchedulerOutput], bad_block_ids: Collection[int]
+) -> set[int]:
+    """Return, of the requests that begin in these steps with bad blocks, those and all behind.
+
+    Args:
+        outputs: the steps in flight, in one of which another connector failed to load the blocks.
+    """
+    spoilt: set[int] = set()
+    request_ids: set[str] = set()
+    for output in outputs:
+        cached = output.scheduled_cached_reqs
+        tables = [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
+        tables += [t for t in zip(cached.req_ids, cached.new_block_ids, strict=True) if t[1]]
+        for request_id, table in tables:
+            for block_ids in table:
+                is_known = request_id in request_ids
+                is_bad = [is_known or b in bad_block_ids or b in spoilt for b in block_ids]
+                if any(is_bad):
+                    request_ids.add(request_id)
+                    spoilt.update(block_ids[is_bad.index(True) :])
+    return spoilt
 
 
 def _copy_targets(scheduler_output: SchedulerOutput) -> set[int]:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
+from safe_offload.compat.block_ids import (
+    allocated_block_ids,
+    early_written_block_ids,
+    spoilt_block_ids,
+)
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, StepReport
 from safe_offload.scheduler.cache.hit_curve import NO_RATES
@@ -132,8 +137,10 @@ class Planner(SchedulerSide):
     """The scheduler side, complete once vLLM has told where it keeps its blocks.
 
     Its own state: whether it is disabled, whether a gauge may have changed, the steps left for the
-    start, and how many steps have computed nothing by now. Everything else belongs to others, which
-    are public, and each of which changes only its own.
+    start, how many steps have computed nothing by now, and the last steps. Everything else belongs
+    to others, which are public, and each of which changes only its own.
+
+    Bound: the steps in flight, and one.
 
     Args:
         make_parts: makes what only this configuration has (see `part.Part`), once all else is made.
@@ -187,6 +194,7 @@ class Planner(SchedulerSide):
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
         self._num_idle_steps = 0
+        self._in_flight: deque[SchedulerOutput] = deque(maxlen=options.num_steps_in_flight + 1)
         self.has_changed = True
         self.parts = tuple(make_parts(self))
         # None, or empty, where no part has them, so that what is not used costs next to nothing.
@@ -385,6 +393,7 @@ class Planner(SchedulerSide):
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
         """
+        self._in_flight.append(scheduler_output)
         if self._planning is not None:
             self._planning(scheduler_output, now_s)
             if self.ranks.has_dead:
@@ -493,9 +502,11 @@ class Planner(SchedulerSide):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
-            # Another connector's load failed: what was computed from it since is garbage too.
+            # Another connector's load failed: what was computed from it since is garbage too, and
+            # vLLM goes on finding some of it (0.33: what requests share, or leave at an abort).
             self.stores.fail_all()
             self._pass_over()
+            self.gpu.forget_hashes(spoilt_block_ids(self._in_flight, output.invalid_block_ids))
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, StepReport):

@@ -338,6 +338,24 @@ def test_k4_what_a_step_has_stored_is_found_when_its_output_is_read_and_names_no
     assert num_found() == (0 if is_bad else 5)
 
 
+def test_k4_what_a_request_leaves_that_began_with_a_bad_load_is_found_by_nobody(make_rig):
+    """It is aborted while its step is computed, so vLLM keeps its blocks in its own cache."""
+    rig = make_rig(num_blocks=30, max_batched_tokens=64)
+    rig.start()
+    prompt = rig.prompt(41, 1)
+    rig.add("a", prompt, max_tokens=1)
+    tables, _ = rig.planner.gpu.tables_of(0)
+    rig.mutate_outputs.append(
+        lambda _, outputs: outputs[0].invalid_block_ids.add(tables["a"][0].block_id)
+    )
+    rig.abort_before_update("a")
+    rig.step()
+    rig.mutate_outputs.clear()
+    rig.add("again", prompt, max_tokens=1)
+    assert rig.step().works[0].start == 0
+    rig.finish(again=1)
+
+
 def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig):
     rig = make_rig(num_blocks=30)
     request = rig.add("a", rig.prompt(41, 1))

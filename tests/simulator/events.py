@@ -52,6 +52,8 @@ class FaultKind(enum.Enum):
     """A bit of a slot that can be found flips."""
     BREAK = "break"
     """From now on every call of a rank's backend raises."""
+    SPOIL = "spoil"
+    """Another connector loads what a request begins with, in the step itself, and mostly fails."""
     SQUEEZE = "squeeze"
     """Another owner takes host slots, and gives them back later."""
     DIE = "die"

@@ -9,6 +9,7 @@ from safe_offload.scheduler.parts.tenants import TenantShares
 from tests.scheduler.parts import part_of
 from tests.simulator.device import CopyFault
 from tests.simulator.events import Fault, FaultKind
+from tests.simulator.step_loads import StepLoads
 from tests.simulator.tenants import TEXTS
 from tests.simulator.tiers import TierFault
 
@@ -41,6 +42,7 @@ class Faults:
             elif isinstance(fault.kind, TierFault):
                 core.tiers[fault.rank].faults.planned.append((fault.number, fault.kind))
         core.mutate_outputs.append(self._mutate)
+        self._step_loads = StepLoads(core, checkers)
 
     @property
     def is_pending(self) -> bool:
@@ -55,6 +57,7 @@ class Faults:
         """Nothing goes wrong any more; what has died stays dead."""
         self._by_step.clear()
         self._due.clear()
+        self._step_loads.stop()
         self._withheld = {rank: (0, reports) for rank, (_, reports) in self._withheld.items()}
         for _ in self._give_back_at:
             self._slots.give_back()
@@ -85,6 +88,8 @@ class Faults:
                 span = self._core.chance.choose((4, 40, 400), "span", fault.name)
                 left = 1 + self._core.chance.below(span, "fences", fault.name)
                 self._core.num_fences_left = left
+            elif fault.kind is FaultKind.SPOIL:
+                self._step_loads.expect()
             elif fault.kind is FaultKind.SQUEEZE:
                 self._slots.squeeze(fault.amount)
                 last = self._give_back_at[-1] if self._give_back_at else 0

@@ -28,6 +28,7 @@ FLOORS = {
     "late-copies": Floor(stored=0.86, loaded=0.75, hit=0.48),
     "hybrid-gpu": Floor(stored=2.88, loaded=0.75, hit=0.47),
     "one-process": Floor(stored=1.7, loaded=0.6, hit=0.38),
+    "spoilt": Floor(stored=0.89, loaded=0.75, hit=0.48),
     "mla-shared": Floor(stored=0.88, loaded=0.75, hit=0.43),
     "mamba-gpu": Floor(stored=1.34, loaded=0.75, hit=0.42),
     "host-pressure": Floor(stored=1.07, loaded=0.75, hit=0.16),

@@ -120,9 +120,14 @@ class ModelRunner:
         self._findings = findings
         self._num_batches = 0
         self._num_computed: dict[str, int] = {}
+        self._num_loaded: dict[str, int] = {}
         self._columns: dict[str, tuple[int, int]] = {}
         self._is_zeroed = scheduler.kv_cache_manager.kv_cache_config.needs_kv_cache_zeroing
         self.sequels: dict[str, Sequel] = {}
+
+    def load_in_step(self, request_id: str, num_tokens: int) -> None:
+        """Let the next step of a request write these tokens too, which vLLM counts as computed."""
+        self._num_loaded[request_id] = num_tokens
 
     def prepare(self, scheduled: Any) -> Batch:
         """Read the block tables of a step that has just been scheduled."""
@@ -132,7 +137,8 @@ class ModelRunner:
         works, sampled = [], []
         drafts: dict[str, list[int]] = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            work, tokens = self._work(scheduled, request_id, count)
+            num_loaded = self._num_loaded.pop(request_id, 0)
+            work, tokens = self._work(scheduled, request_id, num_loaded + count)
             works.append(work)
             sampled.append(tokens)
             if tokens and self._shape.num_draft_tokens:

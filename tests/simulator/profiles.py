@@ -173,6 +173,21 @@ PROFILES: dict[str, Profile] = {
         replace(_HYBRID, has_streams=True, is_async=True, is_in_process=True, extra=_STRICT),
         faults={**COPY_FAULTS, FaultKind.FLIP: 40},
     ),
+    "spoilt": Profile(
+        "in the scheduler's process; another connector fails to load what requests begin with",
+        EngineShape(
+            num_blocks=36,
+            num_slots=120,
+            max_batched_tokens=64,
+            has_streams=True,
+            is_async=True,
+            is_in_process=True,
+            failure_policy="fail",
+        ),
+        Workload(num_requests=80, num_steps=120, num_stems=8, output_tokens=8),
+        copy_ticks_max=2,
+        faults={FaultKind.SPOIL: 30},
+    ),
     "mla-shared": Profile(
         "MLA on three ranks that share one copy",
         EngineShape(

@@ -50,6 +50,7 @@ FAULTS_MAX: FaultCounts = {
     FaultKind.FOREIGN_IDS: 40,
     FaultKind.FLIP: 30,
     FaultKind.SQUEEZE: 8,
+    FaultKind.SPOIL: 12,
     TierFault.FAIL: 12,
     TierFault.LOSE: 12,
     TierFault.STALL: 12,
@@ -90,7 +91,9 @@ def _block_sizes(profile: Profile) -> set[int]:
 # An option that means nothing without another is drawn with that one only: Model Runner V2 with a
 # GPU, one copy for several ranks with MLA, two precisions with two groups, retention with windows
 # or states, hits inside blocks with states, bits that flip with `verify` on every load (nothing
-# else promises to notice them), and deadlines that copies miss with faults.
+# else promises to notice them), deadlines that copies miss with faults, one process with one rank,
+# and blocks that another connector spoils with one group of full attention, whose requests then
+# fail: to compute them again while a step of theirs is in flight is more than vLLM can do.
 RULES = (
     Rule(
         "asynchronous scheduling and pipeline stages with Model Runner V1",
@@ -183,9 +186,15 @@ class _Draw:
         elif not faults and "max_inflight_bytes" in extra:
             # Steps of an idle engine take a second, and copies wait for one another.
             extra["transfer_timeout_s"] = 600
+        shape = self._shape(workload, extra)
+        if FaultKind.SPOIL in faults:
+            if shape.groups[1:] or shape.parsed_groups[0].kind not in ("full", "mla"):
+                del faults[FaultKind.SPOIL]
+            else:
+                shape = replace(shape, failure_policy="fail")
         return Profile(
             ABOUT,
-            self._shape(workload, extra),
+            shape,
             workload,
             copy_ticks_max=self._one_of((0, 4, 12, 24, 40, 60), "copy ticks"),
             faults=faults,
@@ -232,6 +241,7 @@ class _Draw:
             pipeline_ranks=pipeline_ranks,
             is_replicated=is_mla and tensor_ranks > 1 and self._is_on("replicated"),
             is_async=self._is_on("async"),
+            is_in_process=tensor_ranks * pipeline_ranks == 1 and self._is_on("in process", 0.75),
             is_v2=has_streams and self._is_on("v2"),
             has_streams=has_streams,
             is_zeroed=len(groups) > 1 and self._is_on("zeroed", 0.25),

@@ -19,10 +19,10 @@ from tests.simulator.workload import make_events
 
 NUM_DRAWS = 300
 NOT_DRAWN = {"connector", "max_model_len", "page_bytes", "recipe", "remote", "remote_failures"}
-NOT_DRAWN |= {"is_eagle", "max_chunk_tokens", "is_in_process"}
+NOT_DRAWN |= {"is_eagle", "max_chunk_tokens"}
 """Fields of a shape: another connector than ours, what follows from the workload, what only a
 benchmark sets, a model, another connector beside ours, which has profiles of its own; what models
-with drafts have, what only tests of single requests set, and one process, which has a profile."""
+with drafts have, and what only tests of single requests set."""
 
 
 def options(part: EngineShape | Workload) -> set[str]:

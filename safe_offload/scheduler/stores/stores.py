@@ -333,7 +333,8 @@ class Stores:
         self._unfenced.clear()
 
     def fail_all(self) -> None:
-        """What is being stored is wrong: publish none of it."""
+        """What is being stored is wrong: publish none of it. So none needs a fence."""
+        self._unfenced.clear()
         for store in self.ledger.in_flight.values():
             store.fail()
 

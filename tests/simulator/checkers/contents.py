@@ -38,8 +38,11 @@ class ContentChecker:
         self._stale: dict[int, int] = {}
         """Slots of before the last reset that have not been stored anew, and their epochs."""
         self._old_blocks: set[int] = set()
-        """GPU blocks that hold what was computed before it, and were not given out since; and what
-        was computed from them, as all that a request has which has read one."""
+        """GPU blocks that hold what was computed before it, or what another connector failed to
+        load, and were not given out since; and what was computed from them, as all that a request
+        has which has read one."""
+        self._spoilt_blocks: set[int] = set()
+        """Those that another connector fails to load in the step that is planned."""
         self._old_tables: list[tuple[Any, str, Any]] = []
         """Block tables of requests that have read such: those of a group, the id, its own."""
         self._flipped: set[int] = set()
@@ -76,6 +79,10 @@ class ContentChecker:
     def flipped(self, slot: int) -> None:
         """A bit of a slot has flipped on some rank, and this is not what we look for."""
         self._flipped.add(slot)
+
+    def spoil(self, block_ids: set[int]) -> None:
+        """Another connector fails to load blocks in the step that is planned."""
+        self._spoilt_blocks |= block_ids
 
     def _see_request(self, original: Callable[[Any], None], request: Any) -> None:
         sequel = self._core.runner.sequels[request.request_id]
@@ -118,6 +125,8 @@ class ContentChecker:
             self._freshen(fetch.slot_ids)
         self._see_stores(plan.stores_before_forward)
         self._old_blocks -= self._written(scheduler_output)
+        self._old_blocks |= self._spoilt_blocks
+        self._spoilt_blocks.clear()
         self._find_old(getattr(scheduler_output, "kv_cache_block_copies", None) or ())
         self._see_stores(plan.stores_after_forward)
         return plan
@@ -232,7 +241,7 @@ class ContentChecker:
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
         if slot in self._stale:
-            detail = f"slot {slot} {what} and was stored before the cache was reset"
+            detail = f"slot {slot} {what} and was stored before a reset, or from spoilt blocks"
             raise Finding(self._promise(slot), detail)
         if slot in self._flipped:
             return
