@@ -428,6 +428,15 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers):
     rig.check_idle()
 
 
+def test_no_room_is_waited_for_in_a_pool_that_has_none_for_any_fetch(make_tiers):
+    """I9; a quarter of three slots is none."""
+    rig = make_tiers(tier=make_warm(make_tiers).tier, num_slots=3)
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.counts["fetch_blocks_no_slot"] == NUM_BLOCKS
+    assert rig.counts["tier_waits_cut"] == 0
+    rig.check_idle()
+
+
 # ---- spills ------------------------------------------------------------------------------------
 
 
