@@ -12,6 +12,7 @@ import logging
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from safe_offload.commands.cli import run
@@ -90,16 +91,19 @@ def _seed_range(arguments: argparse.Namespace) -> tuple[int, int]:
 def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool:
     from tests.simulator.earnings import Earned
     from tests.simulator.floors import FLOORS, num_floor_seeds
+    from tests.simulator.profiles import PROFILES
+    from tests.simulator.run import never_injected
     from tests.simulator.run import run as run_seed
     from tests.simulator.swarm import described
 
     only = arguments.only.split(",") if arguments.only else None
-    started, num_steps, earned = time.monotonic(), 0, Earned()
+    started, num_steps, earned, injected = time.monotonic(), 0, Earned(), Counter[str]()
     digest = hashlib.sha256()
     for seed in seeds:
         result = run_seed(name, seed, only=only, internal_checks=arguments.internal_checks)
         num_steps += result.num_steps
         earned += result.earned
+        injected += result.injected
         digest.update(result.digest.encode())
         if arguments.trace:
             print(*described(name, seed), *result.trace, sep="\n")
@@ -115,6 +119,10 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
     below = earned.what_is_below(FLOORS[name]) if name in FLOORS else ""
     if below and only is None and len(seeds) >= num_floor_seeds(name):
         print(f"{name}: no promise is broken, and too little is earned: {below}")
+        return False
+    never = never_injected(name, seeds, injected) if name in PROFILES and only is None else []
+    if never and len(seeds) >= num_floor_seeds(name):
+        print(f"{name}: no promise is broken, and these faults never happened: {never}")
         return False
     return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -113,6 +113,8 @@ class Device:
     fails_loads: bool = False
     """Every load fails half way."""
     on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
+    injected: Counter[str] = field(default_factory=Counter)
+    """How often something has gone wrong, by kinds of faults, of all ranks and their tiers."""
     on_tick: list[Callable[[], None]] = field(default_factory=list)
     """What else goes on as time passes."""
     running: list[SimCopy] = field(default_factory=list)
@@ -131,6 +133,7 @@ class Device:
     def check_alive(self) -> None:
         """Whatever is asked of a broken device ends here. Raises RuntimeError if it is broken."""
         if self.is_broken:
+            self.injected["break"] += 1
             raise RuntimeError(f"the device of rank {self.rank} is lost")
 
     def recover(self) -> None:
@@ -211,6 +214,10 @@ class Device:
         self.check_alive()
         number, self.num_copies = self.num_copies, self.num_copies + 1
         fault = self.faults.get(number)
+        fails = self.fails_loads and copy.direction is Direction.LOAD
+        self.injected["loads-fail"] += fails
+        if fault is not None:
+            self.injected[fault.value] += 1
         if fault is CopyFault.REFUSE:
             raise TransferError(FailureReason.COPY_FAILED, "refused by the simulator")
         if fault is CopyFault.KILL:
@@ -234,7 +241,7 @@ class Device:
             after,
             stream.randint(0, self.options.copy_ticks_max),
             stalled_until_s,
-            fault is CopyFault.FAIL or (self.fails_loads and copy.direction is Direction.LOAD),
+            fault is CopyFault.FAIL or fails,
             ended,
             self._take_back,
         )

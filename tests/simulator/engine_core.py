@@ -8,7 +8,7 @@ order and at its own pace, and aborts that come in meanwhile are handled right b
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,6 +86,7 @@ class EngineCore(Stepper):
         self.connector.model_loads = ModelLoads()  # else that of all engines of the process
         self.chance = Chance(seed)
         self.findings = Findings()
+        self.injected: Counter[str] = Counter()  # see `Device`
         self.mutate_outputs: list[MutateOutputs] = []
         self.before_update: list[Callable[[Batch], None]] = []
         self.num_steps = 0
@@ -147,6 +148,7 @@ class EngineCore(Stepper):
             DeviceOptions(shape.has_streams, copy_ticks_max, shape.ticks_per_slot),
             self.chance,
             self.clock,
+            injected=self.injected,
         )
         event_loop = VirtualLoop(self.clock)
         backend = SimBackend(device, event_loop)

@@ -29,6 +29,7 @@ class Faults:
         self, core: EngineCore, checkers: Checkers, faults: list[Fault], ids: list[str]
     ) -> None:
         self._core = core
+        self._injected = core.injected
         self._slots = checkers.slots
         self._contents = checkers.contents
         self._ids = ids
@@ -74,6 +75,7 @@ class Faults:
             self._by_step.remove(fault)
             if fault.kind is FaultKind.LOOP_DIES:
                 self._core.workers[fault.rank].loop.kill()
+                self._injected[fault.kind.value] += 1
             elif fault.kind is FaultKind.LOADS_FAIL:
                 self._core.workers[fault.rank].device.fails_loads = True
             elif fault.kind is FaultKind.BREAK:
@@ -84,6 +86,7 @@ class Faults:
                 part_of(self._core.connector.side, TenantShares).file.look(
                     TEXTS[fault.amount % len(TEXTS)]
                 )
+                self._injected[fault.kind.value] += 1
             elif fault.kind is FaultKind.DIE:
                 span = self._core.chance.choose((4, 40, 400), "span", fault.name)
                 left = 1 + self._core.chance.below(span, "fences", fault.name)
@@ -91,7 +94,7 @@ class Faults:
             elif fault.kind is FaultKind.SPOIL:
                 self._step_loads.expect()
             elif fault.kind is FaultKind.SQUEEZE:
-                self._slots.squeeze(fault.amount)
+                self._injected[fault.kind.value] += self._slots.squeeze(fault.amount)
                 last = self._give_back_at[-1] if self._give_back_at else 0
                 self._give_back_at.append(max(last, now + fault.amount))
             else:
@@ -110,6 +113,7 @@ class Faults:
         slot = chance.choose(slots, "flip", fault.name)
         words = self._core.workers[fault.rank].device.memory.host[slot]
         word = chance.below(len(words), "flip", fault.name, "word")
+        self._injected[fault.kind.value] += 1
         words[word] = (words[word] or 0) ^ 1 << chance.below(60, "flip", fault.name, "bit")
         self._contents.flipped(slot)
 
@@ -125,6 +129,7 @@ class Faults:
                 if report is None:
                     self._due.append(fault)  # when there is something to report
                 else:
+                    self._injected[fault.kind.value] += 1
                     outputs[fault.rank].kv_connector_worker_meta = report.aggregate(report)
         for rank, output in enumerate(outputs):
             self._withhold(rank, number, output)
@@ -134,6 +139,7 @@ class Faults:
             return
         until, reports = self._withheld[rank]
         if output.kv_connector_worker_meta is not None:
+            self._injected[FaultKind.REPORT_LATE.value] += 1
             reports.append(output.kv_connector_worker_meta)
         report: StepReport | None = None
         if number >= until:
@@ -152,6 +158,7 @@ class Faults:
             is_sent = chance.happens(0.4, *name, "sent")
             everywhere = chance.happens(0.6, *name, "everywhere")
             ranks = range(len(outputs)) if everywhere else [fault.rank]
+            self._injected[fault.kind.value] += 1
             for rank in ranks:
                 key = "finished_sending" if is_sent else "finished_recving"
                 setattr(outputs[rank], key, {*(getattr(outputs[rank], key) or ()), request_id})

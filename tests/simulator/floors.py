@@ -78,5 +78,5 @@ FLOORS = {
     "glm-5": Floor(stored=0.54, loaded=0.68, hit=0.09),
     "glm-5.3-flash": Floor(stored=1.58, loaded=0.73, hit=0.18),
     "gpt-oss": Floor(stored=1.03, loaded=0.71, hit=0.18),
-    "swarm": Floor(stored=0.79, loaded=0.74, hit=0.15),
+    "swarm": Floor(stored=0.52, loaded=0.71, hit=0.10),
 }

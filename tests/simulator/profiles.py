@@ -79,6 +79,7 @@ class Profile:
         about: one line for the documentation.
         copy_ticks_max: how late copies may end; a step is about six ticks.
         faults: most faults of each kind in one run.
+        has_few_copies: copies and operations of tiers go wrong early, as there are few.
         settles: faults and aborts end with the last request, and all must settle within a bound.
         tiers: nearest first; the shape's settings name as many.
         num_lives: how often the engine is started, each time on the tiers that the last left.
@@ -91,6 +92,7 @@ class Profile:
     workload: Workload = field(default_factory=Workload)
     copy_ticks_max: int = 12
     faults: FaultCounts = field(default_factory=dict)
+    has_few_copies: bool = False
     settles: bool = False
     tiers: tuple[TierOptions, ...] = ()
     num_lives: int = 1
@@ -516,6 +518,7 @@ PROFILES: dict[str, Profile] = {
         ),
         copy_ticks_max=24,
         faults={**NETWORK_FAULTS, **COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
+        has_few_copies=True,
         settles=True,
         tiers=(
             TierOptions(ticks_max=12, num_objects_max=80, latency_ticks=10, is_local=True),
@@ -558,6 +561,7 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=50, num_stems=6, num_steps=60, output_tokens=8, num_resets=1),
         copy_ticks_max=24,
         faults={FaultKind.DIE: 6, **COPY_FAULTS},
+        has_few_copies=True,
         num_engines=3,
     ),
     "node-tiers": Profile(

@@ -67,6 +67,7 @@ class Result:
     num_steps: int = 0  # of all its lives
     counts: Counter[str] = field(default_factory=Counter)  # of the connector
     earned: Earned = field(default_factory=Earned)  # what was stored, loaded and hit
+    injected: Counter[str] = field(default_factory=Counter)  # faults, by kinds
 
     def add(self, fleet: Fleet) -> None:
         """What became of one more life of the engines."""
@@ -76,6 +77,7 @@ class Result:
             self.num_steps += life.core.num_steps
             self.counts.update(life.core.counts)
             self.earned += life.earnings.total()
+            self.injected += life.core.injected
 
 
 class Run:
@@ -357,6 +359,7 @@ class Fleet:
         self._node.mortal = None
         number = dead.core.engine
         dead.trace.note("killed", "killed")
+        dead.core.injected["die"] += 1
         dead.core.die(self._chance.below(40, "ticks after death", turn))
         self._node.ledgers.remove(dead.checkers.ledger)
         again = self._make(number, f"/again {turn}", dead.rest())
@@ -410,6 +413,12 @@ def run(
         if result.finding is not None:
             break
     return result
+
+
+def never_injected(profile: str, seeds: Iterable[int], injected: Counter[str]) -> list[str]:
+    """Return the kinds of faults that these runs of a profile name and that happened in none."""
+    named = {kind.value for seed in seeds for kind in profile_of(profile, seed).faults}
+    return sorted(named - {*+injected})
 
 
 def findings_of(profile: Profile, seeds: Iterable[int]) -> list[Finding]:

@@ -66,6 +66,7 @@ class StepLoads:
     def _see_plan(self, original: Callable[[Any], Any], scheduler_output: Any) -> Any:
         for request_id, block_ids in self._loading.items():
             if self._core.chance.happens(0.75, "bad load", request_id, self._num_plans):
+                self._core.injected["spoil"] += 1
                 self._bad.setdefault(self._num_plans, set()).update(block_ids)
                 self._contents.spoil(block_ids)
         self._loading.clear()

@@ -198,6 +198,7 @@ class _Draw:
             workload,
             copy_ticks_max=self._one_of((0, 4, 12, 24, 40, 60), "copy ticks"),
             faults=faults,
+            has_few_copies=True,
             settles=True,
             tiers=tiers,
             num_lives=self._one_of((1, 2), "lives") if tiers else 1,
@@ -353,7 +354,7 @@ class _Draw:
         kinds = {kind: most for kind, most in FAULTS_MAX.items() if self._is_on(kind.value)}
         if extra.get("verify") != "load":  # nothing else promises to notice a bit that flips
             kinds.pop(FaultKind.FLIP, None)
-        final = {k: most for k, most in FINAL_FAULTS_MAX.items() if self._is_on(k.value, 0.125)}
+        final = {k: most for k, most in FINAL_FAULTS_MAX.items() if self._is_on(k.value, 0.25)}
         if "tiers" not in extra:
             kinds = {k: most for k, most in kinds.items() if not isinstance(k, TierFault)}
             final = {k: most for k, most in final.items() if not isinstance(k, TierFault)}

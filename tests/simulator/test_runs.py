@@ -15,9 +15,10 @@ from safe_offload.scheduler.stores.stores import Stores
 from safe_offload.scheduler.tiers.tiered_hits import Stage, TieredHits
 from tests.counts import num_failed
 from tests.simulator.earnings import Earned
-from tests.simulator.floors import FLOORS
+from tests.simulator.faults import Faults
+from tests.simulator.floors import FLOORS, num_floor_seeds
 from tests.simulator.profiles import PROFILES
-from tests.simulator.run import Result, findings_of, run
+from tests.simulator.run import Result, findings_of, never_injected, run
 from tests.simulator.shrink import shrink
 from tests.simulator.swarm import BY_PRIORITY, NAMES, blocks_of_longest_request
 from tests.simulator.vllm_setup import hits_overwritten_states
@@ -140,6 +141,28 @@ def test_the_checker_sees_what_no_step_has_computed(monkeypatch, is_lazy):
     shape = replace(profile.shape, extra={"lazy_offload": is_lazy})
     found = findings_of(replace(profile, shape=shape), range(3))
     assert "no step has computed it" in str(found)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(name, marks=() if name in ("loads-fail", "tenants") else pytest.mark.nightly)
+        for name in PROFILES
+        if PROFILES[name].faults
+    ],
+)
+def test_every_fault_that_a_profile_names_happens(profile):
+    seeds, injected = range(num_floor_seeds(profile)), Counter[str]()
+    for seed in seeds:
+        injected += run_checked(profile, seed).injected
+    assert never_injected(profile, seeds, injected) == []
+
+
+def test_a_fault_that_never_happens_is_seen(monkeypatch):
+    monkeypatch.setattr(Faults, "before_step", lambda *_: None)
+    result = run("flips", 0)
+    assert result.finding is None
+    assert never_injected("flips", [0], result.injected) == ["flip"]
 
 
 def test_every_profile_must_store_load_and_hit():

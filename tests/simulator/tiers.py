@@ -8,6 +8,7 @@ with which a test shows that a checker would see it.
 
 import asyncio
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -195,7 +196,8 @@ class Operation:
 class RankFaults:
     """What goes wrong with the tiers of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, injected: Counter[str]) -> None:
+        self._injected = injected  # see `Device`
         # By the number of the operation on this rank.
         self.planned: list[tuple[int, TierFault]] = []
         self.num_operations = 0  # so far
@@ -207,6 +209,7 @@ class RankFaults:
         for planned in sorted(self.planned, key=lambda planned: planned[0]):
             if planned[0] <= number and task in APPLIES[planned[1]]:
                 self.planned.remove(planned)
+                self._injected[planned[1].value] += 1
                 return planned[1]
         return None
 
@@ -433,7 +436,7 @@ class RankTiers:
     def __init__(
         self, stores: Sequence[ObjectStore], device: Device, chance: Chance, engine: int = 0
     ) -> None:
-        self.faults = RankFaults()
+        self.faults = RankFaults(device.injected)
         self.tiers = [
             SimTier(f"sim:{index}", store, device, self.faults, chance, engine)
             for index, store in enumerate(stores)

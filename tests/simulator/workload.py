@@ -13,7 +13,7 @@ from tests.simulator.tiers import TierFault
 from tests.simulator.words import VOCABULARY
 
 NUM_FAULTY_COPIES = 200
-"""Copies of a rank among which the faulty ones are chosen; small runs have about as many."""
+"""Copies of a rank among which the faulty ones are chosen."""
 NUM_FAULTY_OPERATIONS = 120
 """The same of its tiers."""
 
@@ -153,9 +153,10 @@ def _make_faults(profile: Profile, chance: Chance) -> list[Event]:
     kinds: list[AnyFault] = []
     for kind, most in profile.faults.items():
         kinds += [kind] * chance.between(0, most, "faults", kind.value)
+    share = 8 if profile.has_few_copies else 1
     limits: dict[type[AnyFault], int] = {
-        CopyFault: NUM_FAULTY_COPIES,
-        TierFault: NUM_FAULTY_OPERATIONS,
+        CopyFault: NUM_FAULTY_COPIES // share,
+        TierFault: NUM_FAULTY_OPERATIONS // share,
         FaultKind: profile.workload.num_steps,
     }
     return [

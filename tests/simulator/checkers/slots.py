@@ -23,8 +23,10 @@ class SlotChecker:
         tap(core.connector.side.hits.slots, "grant", self._see_grant)
         ledger.on_plan.append(self._see_plan)
 
-    def squeeze(self, count: int) -> None:
+    def squeeze(self, count: int) -> bool:
+        """Take slots for another owner; return whether there were any."""
         self.squeezed.append(self._leases.grant(LeaseKind.STORE, count))
+        return self.squeezed[-1] is not None
 
     def give_back(self) -> None:
         lease = self.squeezed.pop(0)
