@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulator.checkers.twin import Arrival, gpu_hits, without_loads
+from tests.simulator.checkers.twin import Arrival, blocks_of_a_position, gpu_hits, without_loads
 from tests.simulator.peers import PeerEngine
 from tests.simulator.vllm_setup import NONE, OURS, EngineShape
 
@@ -40,6 +40,15 @@ def test_a_prompt_that_has_ended_stays_on_the_gpu_as_long_as_without_us(num_bloc
     ours = replace(shape, extra={"lazy_offload": is_lazy})
     for copy_steps in (0, 2):
         assert gpu_hits(ours, arrivals, copy_steps) == [0, 0, 4064]
+
+
+@pytest.mark.parametrize("copy_steps", [6, 40])
+def test_while_copies_are_late_the_gpu_lacks_no_more_than_the_windows_of_one_position(copy_steps):
+    """What is to be reused first goes to the head of vLLM's queue once it is stored."""
+    arrivals = [a_prompt("A"), a_prompt("B"), a_prompt("A")]
+    more = blocks_of_a_position(GEMMA3)
+    shapes = [replace(GEMMA3, num_blocks=SMALLEST_POOL + count) for count in (0, more)]
+    assert [gpu_hits(shape, arrivals, copy_steps)[-1] for shape in shapes] == [0, 4064]
 
 
 def test_in_a_smaller_pool_vllm_alone_has_lost_it():

@@ -1,4 +1,7 @@
-"""I15: vLLM's own prefix cache has no less than without us, but for the blocks of one step."""
+"""I15: vLLM's own prefix cache has no less than without us, but for the blocks of one step.
+
+While copies are late, it may lack the windows and states of one position more.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -16,6 +19,8 @@ Arrival = tuple[Sequence[int], int]
 """A prompt, and how many tokens are asked for."""
 PROMPTS_KEPT, PROMPTS_SHARED = 3, 12
 """How many of a run are sent so that they share nothing, and so that they share what they do."""
+LATE_STEPS = (1, 6, 40)
+"""Steps that copies may take."""
 
 
 def gpu_hits(shape: EngineShape, arrivals: Sequence[Arrival], copy_steps: int = 0) -> list[int]:
@@ -93,14 +98,17 @@ class TwinChecker:
         sizes = [group.block_tokens for group in self._alone.parsed_groups]
         least = sum(-(-longest // size) for size in sizes) + len(sizes)
 
-        def last(shape: EngineShape, num_blocks: int) -> int:
-            return gpu_hits(replace(shape, num_blocks=num_blocks), arrivals)[-1]
+        def last(shape: EngineShape, num_blocks: int, copy_steps: int = 0) -> int:
+            return gpu_hits(replace(shape, num_blocks=num_blocks), arrivals, copy_steps)[-1]
 
         pools = range(least, least * len(arrivals))
         place = bisect_left(pools, True, key=lambda pool: last(self._alone, pool) > 0)
         if place < len(pools):
+            pool, num_alone = pools[place], last(self._alone, pools[place])
             more = blocks_of_a_position(self._ours)
-            self._check(last(self._alone, pools[place]), last(self._ours, pools[place] + more))
+            late = LATE_STEPS[len(self._arrivals) % len(LATE_STEPS)]
+            self._check(num_alone, last(self._ours, pool + more))
+            self._check(num_alone, last(self._ours, pool + 2 * more, late))
 
     def _check_shared(self, arrivals: Sequence[Arrival]) -> None:
         """As vLLM alone has in this pool or in ours: it may have less of some in a larger one."""
