@@ -517,8 +517,12 @@ PROFILES: dict[str, Profile] = {
             num_reused_ids=8,
         ),
         copy_ticks_max=24,
-        faults={**NETWORK_FAULTS, **COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
-        has_few_copies=True,
+        faults={
+            **NETWORK_FAULTS,
+            **PEER_FAULTS,
+            **SQUEEZES,
+            **{kind: 5 * most for kind, most in COPY_FAULTS.items()},  # as there are few copies
+        },
         settles=True,
         tiers=(
             TierOptions(ticks_max=12, num_objects_max=80, latency_ticks=10, is_local=True),
