@@ -313,18 +313,28 @@ class Table:
     # ---- slots of this engine's lots -----------------------------------------------------------
 
     def retract(self, slots: Slots) -> Slots:
-        """Let nobody find what slots hold; return those that guests still read."""
-        words = self.words[slots]
-        self.words[slots] = (words >> np.uint64(32) << np.uint64(32)) + np.uint64(1 << 32)
-        self._changed(slots)
-        return self.guests_at(slots)
+        """Let nobody find what slots hold, unless guests read it; return those where they do.
+
+        These are left as they are: all may find what one has pinned. A guest that comes meanwhile
+        keeps what it has found.
+        """
+        is_held = self._are_held(slots)
+        free = slots[~is_held]
+        words = self.words[free]
+        self.words[free] = (words >> np.uint64(32) << np.uint64(32)) + np.uint64(1 << 32)
+        self._changed(free)
+        held: Slots = np.concatenate((slots[is_held], self.guests_at(free)))
+        return held
 
     def guests_at(self, slots: Slots) -> Slots:
-        """Return those of some retracted slots that must not be overwritten yet."""
+        """Return those of some slots that must not be overwritten, or retracted, yet."""
         fence()
-        is_held = self.marks[:, slots].any(axis=0) | (self.bad[slots] != 0)
-        held: Slots = slots[is_held]
+        held: Slots = slots[self._are_held(slots)]
         return held
+
+    def _are_held(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        is_held: npt.NDArray[np.bool_] = self.marks[:, slots].any(axis=0) | (self.bad[slots] != 0)
+        return is_held
 
     def publish(
         self, slots: Slots, groups: Sequence[int], hashes: Sequence[bytes], generations: list[int]

@@ -109,6 +109,47 @@ def test_an_engine_overwrites_nothing_that_a_guest_has_leased(start):
     assert set(one.slots.grant(SLOTS)) == set(slots)
 
 
+def test_what_guests_read_is_found_by_all_when_its_owner_needs_room(start):
+    one, guest, third = start(), start(), start()
+    slots = one.store(*many(USABLE))
+    lease = guest.hit(*many(3))
+    granted = one.leases.grant(LeaseKind.STORE, SLOTS).slots
+    for engine in (one, guest, third):
+        assert engine.find(*many(3)) == lease.slots
+        engine.check()
+    mine = one.hit(*many(3))
+    assert one.slots.num_leased == USABLE
+    lease.release()
+    assert one.leases.grant(LeaseKind.STORE, SLOTS) is None
+    mine.release()
+    assert {*granted, *one.leases.grant(LeaseKind.STORE, SLOTS).slots} == set(slots)
+    assert third.find(*many(3)) == []
+
+
+def test_a_guest_that_comes_while_the_owner_looks_keeps_what_it_has_found(start, monkeypatch):
+    one, guest = start(), start()
+    one.store(*many(USABLE))
+    lease = guest.hit(*many(3))
+    look = one.table._are_held
+    looks = []
+
+    def see_it_late(slots):
+        looks.append(slots)
+        return look(slots) & (len(looks) > 2)
+
+    monkeypatch.setattr(one.table, "_are_held", see_it_late)
+    granted = one.leases.grant(LeaseKind.STORE, SLOTS).slots
+    assert set(granted).isdisjoint(lease.slots)
+    assert one.find(*many(3)) == []
+    assert guest.find(*many(3)) == lease.slots
+    guest.check()
+    lease.release()
+    assert guest.find(*many(3)) == [], "now it may be overwritten"
+    assert set(one.leases.grant(LeaseKind.STORE, SLOTS).slots) == set(lease.slots)
+    for engine in (one, guest):
+        engine.check()
+
+
 def test_a_slot_that_was_overwritten_since_it_was_seen_is_not_leased(start):
     one, other = start(), start()
     one.store(*many(USABLE))

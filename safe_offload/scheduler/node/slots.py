@@ -2,8 +2,9 @@
 
 What others have stored is found in this engine's directory like its own, so that hits, stores and
 prefixes need not know whose it is. Only three things differ. Whatever another may overwrite is
-marked as a guest's when it is leased (`Table.visit`), and may be lost by then. Slots are granted
-from this engine's lots only. And what it stores is published in the table, too.
+marked as a guest's when it is leased (`Table.visit`), and may be lost by then; later it is not,
+whatever the owner does. Slots are granted from this engine's lots only: what guests read there is
+parked, and can still be hit. And what it stores is published in the table, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain, filterfalse
+from itertools import chain, filterfalse, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,8 @@ class NodeSlots(SlotPool):
         is_private: whether a hash does not say all that a block was computed from.
         num_lost: slots that were overwritten by another before they could be leased.
         is_behind: not all that others have changed was looked at yet.
-        parked: granted while guests read them, or bad; leased until these have gone. Read only.
+        parked: guests read them, or they are bad; under no lease but one that keeps them from
+            being granted until these have gone. Read only.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -60,14 +62,14 @@ class NodeSlots(SlotPool):
         self._lots: set[int] = set()  # of this engine, as far as it knows
         self._has_lot = np.zeros(0, bool)  # by lot, the same
         self._marked: set[int] = set()  # slots where this engine is a guest
-        self.parked: set[int] = set()
+        self.parked: dict[int, None] = {}
         self._seen = np.zeros(self.num_slots, np.uint64)  # words when slots were looked at
         self._versions = np.zeros(0, np.uint64)
 
     @property
     def num_leased(self) -> int:
         """See `SlotPool`; those that only wait for guests do not count."""
-        return super().num_leased - len(self.parked - self._retired)
+        return super().num_leased - len(self.parked)
 
     @property
     def num_own(self) -> int:
@@ -156,9 +158,14 @@ class NodeSlots(SlotPool):
         if not lost:
             return
         slots = [slot for lot in lost for slot in table.range_of(lot)]
-        self._guard([slot for slot in slots if slot in self._references.leased])
+        self._guard(self._leased(slots))
         self._lose(lost)
         self.forget([slot for slot in slots if self.directory.hashes[slot] is not None])
+
+    def _leased(self, slots: Iterable[int]) -> list[int]:
+        """Return those of the slots that somebody needs."""
+        leased, parked = self._references.leased, self.parked
+        return [slot for slot in slots if slot in leased and slot not in parked]
 
     def _guard(self, slots: Sequence[int]) -> None:
         """Be a guest at leased slots of a lot that will be another's."""
@@ -166,10 +173,15 @@ class NodeSlots(SlotPool):
         self._marked.update(slots)
 
     def _drop_changed(self, lot: int) -> Slots:
-        """No longer find what has changed in a lot of another; return these slots."""
-        slots = self._table.range_of(lot)
+        """No longer find what has changed in a lot of another; return these slots.
+
+        Where this engine is a guest nothing has, even if the owner lets nobody else find it.
+        """
+        slots, table = self._table.range_of(lot), self._table
         part = slice(slots.start, min(slots.stop, self.num_usable))
-        changed: Slots = np.flatnonzero(self._table.words[part] != self._seen[part]) + slots.start
+        is_changed = table.words[part] != self._seen[part]
+        is_changed &= table.marks[table.engine, part] == 0
+        changed: Slots = np.flatnonzero(is_changed) + slots.start
         gone = [slot for slot in changed.tolist() if self.directory.hashes[slot] is not None]
         if gone:
             self.forget(gone)
@@ -210,7 +222,7 @@ class NodeSlots(SlotPool):
     def _give(self, lot: int) -> bool:
         """Release a lot with its contents; False if a slot in it is leased."""
         slots = self._table.range_of(lot)
-        leased = [slot for slot in slots if slot in self._references.leased]
+        leased = self._leased(slots)
         hashes, being_stored = self.directory.hashes, self.directory.being_stored
         if any(hashes[slot] is None or slot in being_stored for slot in leased):
             return False
@@ -227,16 +239,14 @@ class NodeSlots(SlotPool):
             self._has_lot[lot] = False
             self._is_own[slots.start : slots.stop] = bytes(len(slots))
             self._evictable.forget(slots)
-            parked = self.parked.intersection(slots)
-            self.parked -= parked
-            self._references.drop(sorted(parked))
+            self._let_go(filter(self.parked.__contains__, slots))
             self._versions[lot] = np.iinfo(np.uint64).max
         self._empty = list(self._own(self._empty))
 
     # ---- grants --------------------------------------------------------------------------------
 
     def grant(self, count: int, salt: str | None = None) -> list[int]:
-        """See `SlotPool`; what guests still read is not granted."""
+        """See `SlotPool`; what guests read is not granted, and stays as it is."""
         table = self.table
         if table is None or not table.is_awake or count <= 0:
             return self._take(count) if self.is_alone else []
@@ -246,11 +256,12 @@ class NodeSlots(SlotPool):
         self._spare(count - len(self._empty))
         granted: list[int] = []
         while len(granted) < count:
+            self._park_next(count - len(granted) - len(self._empty))
             slots = self._take(count - len(granted))
             if not slots:
                 break
             held = self._retract(slots)
-            self.parked.update(held)
+            self.parked.update(dict.fromkeys(held))
             granted += filterfalse(set(held).__contains__, slots) if held else slots
         is_short = len(granted) < count and len(self._lots) < table.fair_share()
         table.want(is_short=is_short)
@@ -263,12 +274,31 @@ class NodeSlots(SlotPool):
         return list(held.tolist())
 
     def _unpark(self) -> None:
-        """Take back slots whose guests have gone."""
-        if self.parked and self.table is not None:
-            parked = sorted(self.parked)
-            free = self.parked.difference(self.table.guests_at(_array(parked)).tolist())
-            self.parked -= free
-            self.release(sorted(free))
+        """Take back slots whose guests have gone, of those that were not asked for longest."""
+        if some := list(islice(self.parked, LOOKS_MAX)):
+            held = self._table.guests_at(_array(some)).tolist()
+            for slot in some:
+                del self.parked[slot]
+            self.parked.update(dict.fromkeys(held))
+            self.release(sorted(filterfalse(self.parked.__contains__, some)))
+
+    def _park_next(self, count: int) -> None:
+        """Pass over what would be evicted next, but is read by guests."""
+        while count > 0:
+            held = self._table.guests_at(_array(self._evictable.peek(count))).tolist()
+            if not held:
+                return
+            self._evictable.hold(held)
+            self._references.add_first(held)
+            self.parked.update(dict.fromkeys(held))
+            count *= 2  # however many there are, these are few rounds
+
+    def _let_go(self, slots: Iterable[int]) -> None:
+        """Parked slots need not be kept any more, or a lease keeps them."""
+        parked = list(slots)
+        for slot in parked:
+            del self.parked[slot]
+        self._references.drop(parked)
 
     def _spare(self, count: int) -> None:
         """What others have used since it was last released is evicted as if it was new."""
@@ -311,7 +341,7 @@ class NodeSlots(SlotPool):
             self._is_own[slot] = 1
         if unknown:  # of others' generations, or there twice, or new, or nothing
             self._retract(unknown)
-        self.parked.update(bad)
+        self.parked.update(dict.fromkeys(bad))
         self._references.add_first(bad)
         self._empty += [slot for slot in reversed(unknown) if slot not in leased]
         filled = [s for s in slots if hashes[s] is not None and s not in leased]
@@ -375,6 +405,8 @@ class NodeSlots(SlotPool):
                 self._counters[Count.LOST_BLOCKS] += len(lost)
                 self.forget(lost)
         self._references.add(slots)
+        if self.parked:
+            self._let_go(filter(self.parked.__contains__, dict.fromkeys(slots)))
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         super().release(slots, first)
@@ -382,9 +414,11 @@ class NodeSlots(SlotPool):
         self._leave([slot for slot in slots if slot in marked and slot not in leased])
 
     def _leave(self, slots: Sequence[int]) -> None:
-        if slots and self.table is not None:
-            self.table.leave(_array(slots))
+        if slots and (table := self.table) is not None:
+            table.leave(array := _array(slots))
             self._marked.difference_update(slots)
+            changed = array[table.words[array] != self._seen[array]]  # while it was a guest
+            self._versions[changed // table.lot_slots] = np.iinfo(np.uint64).max
 
     def _unleased(self, slots: Sequence[int]) -> list[int]:
         return super()._unleased(self._own(slots))
@@ -416,7 +450,7 @@ class NodeSlots(SlotPool):
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Any:
         expected = super()._count(leases)
-        expected.update(self.parked)
+        expected.update(self.parked.keys())
         return expected
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:

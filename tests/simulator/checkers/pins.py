@@ -32,7 +32,7 @@ class PinChecker:
     """
 
     def __init__(self, core: EngineCore, ledger: Ledger) -> None:
-        self._core = core
+        self._core, self._ledger = core, ledger
         self._side = core.connector.side
         self._is_plain = self._side.hits.geometry.is_plain
         self._promises: dict[bytes, Promise] = {}
@@ -50,6 +50,8 @@ class PinChecker:
         if hasattr(self._side.hits.slots, "use"):
             tap(self._side.hits.slots, "use", self._see_tenants)
         tap(self._side.hits.directory, "forget", self._see_forget)
+        if core.node is not None:
+            core.node.watch(core, self._see_written)
         ledger.on_plan.append(self._see_plan)
 
     def _of(self, hashes: Iterable[bytes]) -> list[Promise]:
@@ -118,9 +120,8 @@ class PinChecker:
         return [lease for lease in self._side.leases if lease.kind is LeaseKind.PIN]
 
     def _see_reset(self, original: Callable[..., Any], *args: Any) -> Any:
-        answer = original(*args)
         self._promises.clear()
-        return answer
+        return original(*args)
 
     def _see_planning(self, original: Callable[[Any], Any], output: Any) -> Any:
         self._planned_s = self._core.clock.now_s
@@ -146,11 +147,25 @@ class PinChecker:
         return slots
 
     def _see_forget(self, original: Callable[..., list[int]], slots: Any) -> list[int]:
+        found = {slot for slot in slots if slot not in self._side.hits.directory.being_stored}
         lost = original(slots)
         for promise in self._promises.values():
+            gone = promise.slots.keys() & lost
+            if gone & found and promise.until_min_s > self._core.clock.now_s:
+                failed = (r.transfer.slot_ids for r in self._ledger.records() if r.has_failed)
+                if gone := gone & found - self._ledger.bad_slots.union(*failed):
+                    raise Finding("I14", f"slots {gone} are pinned, and are found no more")
             for slot in promise.slots.keys() & lost:
                 del promise.slots[slot]
         return lost
+
+    def _see_written(self, slots: Iterable[int]) -> None:
+        if self._core.node is None or self._ledger not in self._core.node.ledgers:
+            return  # this engine is dead
+        written = set(slots)
+        for promise in self._promises.values():
+            if promise.until_min_s > self._core.clock.now_s and promise.slots.keys() & written:
+                raise Finding("I14", "another engine overwrites pinned slots")
 
     def _see_plan(self, plan: StepPlan) -> None:
         if not self._is_plain:
