@@ -130,6 +130,8 @@ def examine(
     found += guarded("versions", versions.check_versions, vllm)
     found += guarded("versions", versions.check_cupy, vllm, installed_cupy(), trials)
     found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
+    is_mla = bool(vllm.model and vllm.model.is_mla and vllm.engine and vllm.engine.num_ranks > 1)
+    found += guarded("memory", memory.check_huge_pages, machine, pools, has_copies_for_all=is_mla)
     if url:
         found += guarded("memory", memory.check_hits, url)
     found += guarded("model", model.check_model, vllm, configs)
@@ -160,7 +162,6 @@ def _memory_findings(
     found += guarded("memory", memory.check_shared_memory, machine.shared_memory, pools)
     found += guarded("memory", memory.check_swap, machine, is_gpu=is_gpu)
     found += guarded("memory", memory.check_memlock, machine, pools, is_gpu=is_gpu)
-    found += guarded("memory", memory.check_huge_pages, machine)
     found += guarded("memory", memory.check_numa, machine, nodes, pools)
     return found
 

@@ -18,8 +18,12 @@ from typing import Self
 from safe_offload.commands.doctor.tiers.directory import file_system_of
 from safe_offload.errors import SharingError
 from safe_offload.node import pools
-from safe_offload.worker.memory.host_memory import available_host_bytes, read_text
+from safe_offload.worker.memory import huge_pages
+from safe_offload.worker.memory.host_memory import available_host_bytes
+from safe_offload.worker.memory.huge_pages import HugePages, read_text
 from safe_offload.worker.memory.placement import cores_of, numbers_in
+
+UNKNOWN = HugePages("", is_given=True, fix="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class SharedMemory:
     file_system: str = ""  # empty if not known
     pools: tuple[pools.Pool, ...] = ()  # of this user
     problem: str = ""  # why this user can have none there; empty if they can
+    huge_pages: HugePages = UNKNOWN
 
     @classmethod
     def read(cls) -> Self:
@@ -54,6 +59,7 @@ class SharedMemory:
                 free_bytes=pools.free_bytes(folder),
                 file_system=file_system_of(folder),
                 pools=tuple(pools.find_pools()),
+                huge_pages=huge_pages.of_mount(folder.stat().st_dev),
             )
         except OSError as error:
             return cls(folder=folder, problem=f"{folder}: {error.strerror}")
@@ -71,6 +77,7 @@ class Machine:
     swap_used_bytes: int = 0
     memlock_bytes: int | None = None  # that a process may lock; None for no limit
     huge_pages: str = ""  # the word in brackets in `transparent_hugepage/enabled`
+    huge_pages_memfd: HugePages = UNKNOWN
     nodes: Mapping[int, NumaNode] = field(default_factory=dict)
     allowed_nodes: frozenset[int] = frozenset()  # that this process may take memory from
     cores: frozenset[int] = frozenset()  # that this process may run on
@@ -99,7 +106,8 @@ def read_machine(
         swap_bytes=swap_bytes,
         swap_used_bytes=swap_bytes - meminfo.get("SwapFree", 0) * 1024,
         memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
-        huge_pages=_chosen(system / "kernel/mm/transparent_hugepage/enabled"),
+        huge_pages=huge_pages.of_private(system).word,
+        huge_pages_memfd=huge_pages.of_memfd(system),
         nodes=_read_nodes(system),
         allowed_nodes=_allowed_nodes(proc / "self/status"),
         cores=frozenset(os.sched_getaffinity(0)),
@@ -132,11 +140,6 @@ def _kib_values(path: Path, skip: int = 0) -> dict[str, int]:
         if len(words) > 1 and words[1].isdigit():
             values[words[0].rstrip(":")] = int(words[1])
     return values
-
-
-def _chosen(path: Path) -> str:
-    match = re.search(r"\[(\S+)\]", read_text(path))
-    return match[1] if match else ""
 
 
 def _allowed_nodes(path: Path) -> frozenset[int]:

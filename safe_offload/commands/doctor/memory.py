@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from safe_offload.commands import top
@@ -24,6 +24,7 @@ from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.node.pools import Pool, room_problem
 from safe_offload.worker.memory.host_memory import check_host_bytes
+from safe_offload.worker.memory.huge_pages import FOLDER, HugePages
 
 TABLE_PERCENT: Final = 1
 """What the table of a shared pool and its checksums take at most beside the slots."""
@@ -43,7 +44,7 @@ class HostPool:
     config: OffloadConfig
     rank_bytes: int | None  # None if it is set in blocks whose size is not known
     num_ranks: int  # of all engines on this machine, of one if they share it
-    made: Pool | None = None  # by engines that share it: one for this model is there
+    made: Pool | None = None  # by engines that share it: one of this model and size is there
 
     @property
     def bytes(self) -> int | None:
@@ -58,22 +59,29 @@ def pools_of(
     engine, model = vllm.engine, vllm.model
     pools = []
     for config in configs:
-        num_ranks, made = 1 if engine is None else engine.num_local_ranks, None
-        if config.sharing is not None:
-            num_ranks, made = config.world_size, _made_pool(shared, vllm.model_name)
+        num_ranks = 1 if engine is None else engine.num_local_ranks
         rank_bytes: int | None = config.cpu_bytes_per_rank
         if config.num_slots is not None:
             block_bytes = None if model is None else model.block_bytes // config.world_size
             rank_bytes = None if block_bytes is None else config.num_slots * block_bytes
-        pools.append(HostPool(config, rank_bytes, num_ranks, made))
+        pool = HostPool(config, rank_bytes, num_ranks)
+        if config.sharing is not None:
+            pool = replace(pool, num_ranks=config.world_size)
+            pool = replace(pool, made=_made_pool(shared, vllm.model_name, pool.bytes or 0))
+        pools.append(pool)
     return pools
 
 
-def _made_pool(shared: SharedMemory | None, model_name: str) -> Pool | None:
-    """Return the largest pool of a model that is there; of any if it has no name."""
-    found = shared.pools if shared is not None else ()
-    fitting = [pool for pool in found if not model_name or pool.about == model_name]
-    return max(fitting, key=lambda pool: pool.size_bytes, default=None)
+def _made_pool(shared: SharedMemory | None, model_name: str, size_bytes: int) -> Pool | None:
+    """Return the pool of a model, of any if it has no name, that has a size; else one is made.
+
+    Slots are whole, and a table comes with them.
+    """
+    for pool in shared.pools if shared is not None else ():
+        is_its = not model_name or pool.about == model_name
+        if is_its and 15 * size_bytes < 16 * pool.size_bytes < 17 * size_bytes:
+            return pool
+    return None
 
 
 def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]:
@@ -193,21 +201,39 @@ def check_memlock(
         )
 
 
-def check_huge_pages(machine: Machine) -> Iterator[Finding]:
-    """See whether the kernel gives huge pages to those who ask, as the pool does."""
+def check_huge_pages(
+    machine: Machine, pools: Sequence[HostPool] = (), *, has_copies_for_all: bool = False
+) -> Iterator[Finding]:
+    """See whether the kernel gives huge pages to those who ask, as each pool does.
+
+    Args:
+        has_copies_for_all: ranks share one copy (MLA).
+    """
     id = "memory.huge-pages"
-    folder = "/sys/kernel/mm/transparent_hugepage"
-    if not machine.huge_pages:
-        yield info(id, "the system does not report transparent huge pages")
-    elif machine.huge_pages == "never":
-        yield warning(
-            id,
-            "transparent huge pages are off: allocating the pool takes longer",
-            '"madvise" or "always"',
-            f"echo madvise > {folder}/enabled, on the host",
-        )
-    else:
-        yield ok(id, f'transparent huge pages are "{machine.huge_pages}": the pool requests them')
+    private = HugePages(
+        machine.huge_pages, machine.huge_pages != "never", f"echo madvise > {FOLDER}/enabled"
+    )
+    kinds: dict[str, HugePages] = {}
+    for pool in pools:
+        if pool.config.sharing is not None and machine.shared_memory is not None:
+            kinds["files in shared memory"] = machine.shared_memory.huge_pages
+        elif pool.config.tiers or has_copies_for_all:
+            kinds["memory that several processes map"] = machine.huge_pages_memfd
+        else:
+            kinds["private memory"] = private
+    for kind, setting in (kinds or {"private memory": private}).items():
+        if not setting.word:
+            yield info(id, f"the system does not report transparent huge pages of {kind}")
+        elif setting.is_given:
+            yield ok(id, f'transparent huge pages of {kind} are "{setting.word}", as requested')
+        else:
+            yield warning(
+                id,
+                f'transparent huge pages of {kind} are "{setting.word}", and the pool is such: '
+                "allocating it takes longer, and so do copies on the CPU",
+                "the kernel gives them to memory that asks",
+                f"{setting.fix}, on the host",
+            )
 
 
 def check_numa(

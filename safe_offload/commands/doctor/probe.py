@@ -176,6 +176,7 @@ def _model_facts(args: Any) -> dict[str, Any]:
             "num_request_blocks": specs.num_blocks_of_longest_request(config, kv_cache),
             "max_model_len": config.model_config.max_model_len,
             "num_groups": len(kv_cache.kv_cache_groups),
+            "is_mla": bool(config.model_config.use_mla),
         }
 
 

@@ -44,6 +44,7 @@ class ModelFacts:
     num_request_blocks: int  # that a request of `max_model_len` holds
     max_model_len: int
     num_groups: int
+    is_mla: bool = False  # ranks of one engine may hold the same
 
     @property
     def token_bytes(self) -> float:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Final
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.errors import ConfigError, InvariantError
-from safe_offload.mapped_files import advise, hide, is_of_parent
+from safe_offload.mapped_files import address_of, advise, find_file, hide, is_of_parent
+from safe_offload.worker.memory import huge_pages
+from safe_offload.worker.memory.huge_pages import read_text
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +39,9 @@ class HostMemory:
     def __init__(self, mapping: mmap.mmap) -> None:
         import torch  # what asks for the room alone has none: `safe-offload doctor`
 
-        self.has_huge_pages: Final = advise(mapping, "MADV_HUGEPAGE")
+        file = find_file(address_of(memoryview(mapping)))
+        given = huge_pages.of_private() if file is None else huge_pages.of_file(file.descriptor)
+        self.has_huge_pages: Final = advise(mapping, "MADV_HUGEPAGE") and given.is_given
         hide(mapping)
         self._mapping: mmap.mmap | None = mapping
         # torch.frombuffer holds its argument but not a buffer export: only with a memoryview
@@ -213,14 +217,6 @@ def _cgroup_left_bytes(folder: Path, *, is_version_2: bool) -> int | None:
     statistics = _stat_values(folder / "memory.stat")
     cache_bytes = sum(statistics.get(key, 0) for key in cache_keys)
     return max(0, min(limits_bytes) - max(0, usage_bytes - cache_bytes))
-
-
-def read_text(path: Path) -> str:
-    """Return what the kernel says in a file; empty if there is none."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _read_int(path: Path) -> int | None:

@@ -29,6 +29,7 @@ from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.worker.copies import cpu
+from safe_offload.worker.memory.huge_pages import HugePages
 
 NAME = "SafeCPUOffloadConnector"
 CPU = torch.device("cpu")
@@ -266,6 +267,18 @@ def pool(**settings: object) -> dict[str, str]:
         ("model.tokens", ERROR, '_to_use": "4096MiB"', pool(cpu_bytes_to_use="1MiB")),
         ("memory.swap", WARNING, "", machine(swap_bytes=2 * GIB, swap_used_bytes=GIB)),
         ("memory.huge-pages", WARNING, "echo madvise", machine(huge_pages="never")),
+        (
+            "memory.huge-pages",
+            WARNING,
+            "echo advise",
+            {
+                **machine(huge_pages_memfd=HugePages("never", is_given=False, fix="echo advise")),
+                **sound(
+                    engine=dataclasses.replace(ENGINE, num_ranks=2),
+                    model=dataclasses.replace(MODEL, is_mla=True),
+                ),
+            },
+        ),
         (
             "memory.pool",
             ERROR,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,18 @@ import pytest
 
 from safe_offload.commands.doctor.findings import Finding, Severity
 from safe_offload.commands.doctor.machine import SharedMemory
-from safe_offload.commands.doctor.memory import check_pool, check_shared_memory, pools_of
+from safe_offload.commands.doctor.memory import (
+    check_huge_pages,
+    check_pool,
+    check_shared_memory,
+    pools_of,
+)
+from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.errors import SharingError
 from safe_offload.node.pools import Pool, open_rank, user_folder
+from safe_offload.worker.memory.huge_pages import HugePages
 from tests.commands.doctor.test_doctor import MACHINE, SOUND, wrong
 from tests.node.engines import pools_in, wanted
 from tests.tiers.files.mounts import mounted, remount
@@ -62,6 +70,39 @@ def test_a_pool_that_is_there_needs_no_room():
     found, _ = found_of(SharedMemory(folder=SHM, file_system="tmpfs", pools=(other,)), "60GiB")
     assert found.severity is Severity.ERROR, "only another model's is there"
     assert "safe-offload cache ls node" in found.fix
+
+
+@pytest.mark.parametrize("vllm", [SOUND, VllmFacts()], ids=["its model", "any model"])
+@pytest.mark.parametrize("gib", [1, 22, 26, 60])
+def test_a_pool_of_another_size_leaves_no_room_for_a_new_one(vllm, gib):
+    there = Pool(SHM / "safe_offload-0/3f2a", "an-8b-model", gib * GIB, 9, 9, 0, is_used=True)
+    shared = SharedMemory(folder=SHM, free_bytes=19 * GIB, file_system="tmpfs", pools=(there,))
+    extra = {"share": "node", "cpu_bytes_to_use": "24GiB"}
+    machine = replace(MACHINE, available_bytes=19 * GIB)
+    for size, severity in ((gib, Severity.INFO), (24, Severity.ERROR)):
+        extra["cpu_bytes_to_use"] = f"{size}GiB"
+        pools = pools_of([OffloadConfig.from_extra_config(extra, world_size=1)], vllm, shared)
+        assert [found.severity for found in check_shared_memory(shared, pools)] == [severity]
+        found = [finding.severity for finding in check_pool(machine, pools)]
+        assert found == ([] if severity is Severity.INFO else [Severity.ERROR])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ["ok: transparent huge pages of private memory"]),
+        ({"tiers": [{"url": "file:///kv"}]}, ["warning: transparent huge pages of memory that"]),
+        ({"share": "node"}, ["warning: transparent huge pages of files in shared memory"]),
+    ],
+)
+def test_each_pool_follows_the_setting_of_its_kind_for_huge_pages(settings, said):
+    none = HugePages("never", is_given=False, fix="do this")
+    shared = replace(EMPTY, huge_pages=none)
+    machine = replace(MACHINE, shared_memory=shared, huge_pages_memfd=none)
+    config = OffloadConfig.from_extra_config(settings, world_size=1)
+    found = check_huge_pages(machine, pools_of([config], SOUND, shared))
+    assert [f"{f.severity.value}: {f.found}"[: len(said[0])] for f in found] == said
+    assert all(f.fix == "do this, on the host" for f in found if f.severity is Severity.WARNING)
 
 
 def test_how_large_a_pool_in_blocks_is_may_be_unknown():

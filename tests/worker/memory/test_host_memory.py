@@ -10,6 +10,7 @@ import pytest
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.worker.memory import huge_pages
 from safe_offload.worker.memory.host_memory import (
     HEADROOM_BYTES_MIN,
     HostMemory,
@@ -48,7 +49,7 @@ def test_memory_is_private_and_stays_out_of_children_and_core_dumps():
     assert "sh" not in flags
     assert "dc" in flags
     assert "dd" in flags
-    assert ("hg" in flags) is memory.has_huge_pages
+    assert ("hg" in flags and huge_pages.of_private().is_given) is memory.has_huge_pages
     memory.close()
 
 
