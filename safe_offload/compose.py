@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.part import Part
 
-STORES_FACTOR = 4
-"""Stores that wait to be copied hold at most this many times `max_inflight_bytes`."""
-
 
 class Composition:
     """Checks everything when the engine starts; makes the planner once vLLM has its blocks.
@@ -90,7 +87,7 @@ class Composition:
             self._salts = BlockSalts(self._slots.tenant_of, groups)
         self._options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
-            num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // block_bytes),
+            num_store_blocks_max=max(1, config.store_bytes_max // block_bytes),
             slot_bytes=block_bytes * config.world_size // config.ranks_per_copy,
             is_lazy=config.lazy_offload,
             blocks_written_early=engine_config.uses_v2_model_runner(vllm_config),

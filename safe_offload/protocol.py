@@ -276,10 +276,12 @@ class PoolFacts:
     Attributes:
         place: the folder, and the id of the table in it; the same for all ranks.
         token: a lock that this rank holds for as long as it may copy.
+        grace_s: how long after its death a device may still write what it was given.
     """
 
     place: tuple[str, bytes]
     token: int
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

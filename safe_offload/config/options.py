@@ -48,6 +48,7 @@ from safe_offload.errors import ConfigError
 MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
 MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
+STORES_FACTOR: Final = 4
 MAX_TRANSFER_TIMEOUT_S: Final = 3600
 MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
 MAX_PIN_SHARE: Final = 0.9
@@ -218,6 +219,11 @@ class OffloadConfig:
     def cpu_bytes_per_rank(self) -> int:
         """Return the host memory of one worker in bytes; not used where `num_slots` is set."""
         return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // self.world_size
+
+    @property
+    def store_bytes_max(self) -> int:
+        """Return what stores that are not copied yet hold at most, unless one block is larger."""
+        return STORES_FACTOR * self.max_inflight_bytes
 
     def num_slots_of(self, slot_bytes: int) -> int:
         """Return how many host slots of this size each rank has; ranks with one copy the same.

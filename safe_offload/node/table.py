@@ -13,8 +13,13 @@ lock that one could leave behind but the kernel's (`locks.py`), and each word ha
 - A *check* beside each slot goes with its word. What lies in shared memory may be damaged by any
   process that maps it, or by the hardware: who reads takes an entry that cannot be for none.
 - An engine *naps* when it leases and writes nothing. Then others may free lots that it has beyond
-  its share. One that has died is found by its tokens: the kernel unlocks them when the last of its
-  processes has ended, so that no copy of a worker outlives what it may write.
+  its share. One that has died is found by its tokens: the kernel unlocks them as the last of its
+  processes ends.
+- Copies of threads have ended by then. Those of a device need not have: the kernel closes a
+  process's files in no order that it promises, so a token may be free before the device's driver
+  has stopped what it was given. Nor can that be seen from outside: the drivers of all engines pin
+  the same pages. So each engine says how long its devices take for all that may be in flight, its
+  *grace*, and keeps its lots for so long after its death.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import numpy.typing as npt
 from safe_offload.errors import SharingError
 from safe_offload.node.locks import LOTS, NAPS, Locks, fence, is_token
 
-MAGIC: Final = b"safe_offload node 2\n"
+MAGIC: Final = b"safe_offload node 3\n"
 HEADER_BYTES: Final = 4096
 NEW: Final = "new"
 """What a file is called while it is made."""
@@ -44,11 +49,11 @@ LOT_SLOTS_MAX: Final = 64
 LOTS_MIN: Final = 64
 """In a small pool lots are smaller, so that several engines find some."""
 TEST_SLOTS_MAX: Final = 32
-DEAD_AFTER_S: Final = 1.0
-"""So long after its last process an engine counts as dead: a device may still copy."""
+GRACE_MAX_S: Final = 300.0
+"""Longer ones are damaged entries."""
 
 _HEADER: Final = struct.Struct("32s16sQQ")
-_REGISTERED, _NAPS, _WANTS, _TOKENS = range(4)
+_REGISTERED, _NAPS, _WANTS, _GRACE_MS, _TOKENS = range(5)
 _FILLED: Final = 1
 _YES: Final = 0xFF
 """A byte that says so still does when one of its bits is lost."""
@@ -104,6 +109,7 @@ class Table:
         self.num_damaged = 0
         self.lost = ""
         self._factors = _odd_numbers(3 + self.hash_bytes)
+        self._grace_ms = 0
         self._tokens = np.zeros(TOKENS_MAX, np.uint64)
         self._seen_dead: dict[int, float] = {}
 
@@ -129,31 +135,32 @@ class Table:
 
     # ---- engines -------------------------------------------------------------------------------
 
-    def join(self, tokens: Sequence[int]) -> None:
+    def join(self, tokens: Sequence[int], grace_s: float = 0.0) -> None:
         """Become one of the engines.
 
         Args:
             tokens: that its workers hold.
+            grace_s: how long after its death a device may still write what it was given.
 
         Raises:
             SharingError: there are too many already.
         """
+        self._grace_ms = int(1000 * min(grace_s, GRACE_MAX_S))
         tokens = [self.locks.new_token(), *tokens]
         taken = self.engines
         for engine in (*(e for e in range(ENGINES_MAX) if e not in taken), *taken):
-            row = self._engines[engine]
             if self._lives(engine) or not self.locks.take(NAPS + engine):
                 continue
-            if self._lives(engine):  # another was faster, and naps
+            # Another was faster, and naps; or nobody knows how long this one has been dead.
+            if self._lives(engine) or (self._grace_s(engine) and engine + 1 in self.owners):
                 self.locks.give(NAPS + engine)
                 continue
             self._bury(engine)
             self._tokens[: len(tokens)] = tokens
-            row[_TOKENS:] = self._tokens
-            row[_REGISTERED] = 1
+            self._write_row(engine)
             self.engine, self.is_awake = engine, True
             return
-        raise SharingError(f"{ENGINES_MAX} engines use it already")
+        raise SharingError(f"{ENGINES_MAX} engines use it already, or have just ended")
 
     def wake(self) -> bool:
         """From now on lots are this engine's until it gives them; False if not to be had now."""
@@ -181,9 +188,14 @@ class Table:
             return False
         if not self.is_awake:
             self._bury(self.engine)
-        row[_TOKENS:] = self._tokens
-        row[_REGISTERED] = 1
+        self._write_row(self.engine)
         return True
+
+    def _write_row(self, engine: int) -> None:
+        row = self._engines[engine]
+        row[_TOKENS:] = self._tokens
+        row[_GRACE_MS] = self._grace_ms
+        row[_REGISTERED] = 1
 
     def nap(self) -> None:
         """Nothing is leased, written or granted before `wake`."""
@@ -233,7 +245,7 @@ class Table:
         for engine in self.engines:
             if self._lives(engine):
                 self._seen_dead.pop(engine, None)
-            elif now_s - self._seen_dead.setdefault(engine, now_s) >= DEAD_AFTER_S:
+            elif now_s - self._seen_dead.setdefault(engine, now_s) >= self._grace_s(engine):
                 del self._seen_dead[engine]
                 if self.locks.take(NAPS + engine):
                     if not self._lives(engine):
@@ -241,6 +253,10 @@ class Table:
                         num_dead += 1
                     self.locks.give(NAPS + engine)
         return num_dead
+
+    def _grace_s(self, engine: int) -> float:
+        """Return how long a dead engine keeps its lots, not less than this one would."""
+        return min(max(self._grace_ms, int(self._engines[engine][_GRACE_MS])) / 1000, GRACE_MAX_S)
 
     def _bury(self, engine: int) -> None:
         """Free what an engine has had; its nap is held, and that it is registered goes last."""

@@ -72,6 +72,12 @@ STALLED = (
     "restart this engine."
 )
 
+GRACE_MIN_S = 10.0
+"""Longer than the steps take that a device may have been given before a store."""
+GRACE_FACTOR = 4
+SLOW_BYTES_PER_S = 1e9
+"""Where no store was measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -152,7 +158,7 @@ class Opening:
                 transfers, tiers = self._start(backend, host, layout, share, has_table=has_table)
             made.pop_all()
             made.callback(_close, transfers, pool)
-            idle_timing = None
+            idle_timing, rate = None, None
             if self.config.self_test:
                 # Other ranks of the share test in this memory too, each in slots of its own.
                 slots = share.part(layout.slots_per_slab) if share.count > 1 else None
@@ -165,6 +171,9 @@ class Opening:
                         return None
                 if pool is None and backend.choices:
                     idle_timing = IdleTiming(test)
+                rate = test.store_bytes_per_s
+            if pool is not None:
+                pool.keep_after_death(grace_s(device.type, self.config, backend.slot_bytes, rate))
             made.pop_all()
         logger.info(
             "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes in %s, %d of them "
@@ -332,6 +341,21 @@ def _close(transfers: Transfers, pool: PoolMemory | None) -> None:
     """Give back what was made, but no memory that a copy may still touch."""
     if transfers.close() and pool is not None:
         pool.close()
+
+
+def grace_s(
+    device_type: str, config: OffloadConfig, slot_bytes: int, store_bytes_per_s: float | None
+) -> float:
+    """Return how long after this process has died its slots may still be written.
+
+    Copies on the CPU are made by its threads, which end before it does. A device, or the network
+    card of a tier, may have been given all stores that are not copied yet, each behind what the
+    engine computes.
+    """
+    if device_type == "cpu" and not config.tiers:
+        return 0.0
+    size_bytes = max(config.store_bytes_max, slot_bytes)
+    return max(GRACE_MIN_S, GRACE_FACTOR * size_bytes / (store_bytes_per_s or SLOW_BYTES_PER_S))
 
 
 def storage_of(

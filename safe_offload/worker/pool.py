@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
@@ -35,6 +36,10 @@ class PoolMemory:
         self.num_slots = file.num_slots
         self.facts = PoolFacts((folder, file.pool_id), file.token)
         self.host = HostMemory(file.mapping)
+
+    def keep_after_death(self, grace_s: float) -> None:
+        """Have others leave alone what this engine's lots hold for so long; see `node/table.py`."""
+        self.facts = replace(self.facts, grace_s=grace_s)
 
     @contextmanager
     def tests(self, index: int) -> Iterator[range]:

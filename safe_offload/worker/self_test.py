@@ -256,6 +256,18 @@ class SelfTest:
         """Let the calling thread use the device."""
         self._rows.bind_thread()
 
+    @property
+    def store_bytes_per_s(self) -> float | None:
+        """What stores of several blocks were measured at in the slowest way; None if none was."""
+        return min(
+            (
+                len(timed.copy.block_ids) * self._backend.slot_bytes / timed.seconds
+                for timed in self._timed
+                if timed.copy.direction is Direction.STORE and len(timed.copy.block_ids) > 1
+            ),
+            default=None,
+        )
+
     def _rates(self) -> Iterator[str]:
         """Yield what scattered blocks were copied at, by direction and way."""
         for direction, path in itertools.product(Direction, self._sound):

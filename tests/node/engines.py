@@ -73,10 +73,16 @@ class Engine:
     `tokens`: of the processes that copy for it; without any it opens the memory itself.
     """
 
-    def __init__(self, num_slots: int, num_groups: int = 1, tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_groups: int = 1,
+        tokens: Sequence[int] = (),
+        grace_s: float = 0.0,  # see `Table.join`
+    ) -> None:
         self.file = None if tokens else open_rank(wanted(num_slots))
         table = Table(str(pools.user_folder() / "pool" / pools.TABLE))
-        table.join([self.file.token] if self.file is not None else tokens)
+        table.join([self.file.token] if self.file is not None else tokens, grace_s)
         directory = Directory(num_slots, num_groups)
         policy = Lru(num_slots, directory.hashes)
         self.counters = Counters()

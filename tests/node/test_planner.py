@@ -14,7 +14,7 @@ from safe_offload.observe.counters import Count
 from tests.scheduler.rig import Rig
 from tests.simulator.node import Node
 
-ROW_BYTES = 8 * (3 + TOKENS_MAX)
+ROW_BYTES = 8 * (4 + TOKENS_MAX)
 
 
 @pytest.fixture

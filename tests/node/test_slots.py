@@ -10,7 +10,7 @@ import pytest
 
 from safe_offload.errors import InvariantError
 from safe_offload.node import table as table_module
-from safe_offload.node.table import DEAD_AFTER_S, reserved_slots
+from safe_offload.node.table import reserved_slots
 from safe_offload.observe.counters import Count
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.benchmarks.growth import EXPONENT_MAX, fitted
@@ -48,7 +48,6 @@ def die(engine, *others):
     engine.close()
     for other in others:
         other.table.bury(100.0)
-        other.table.bury(100.0 + DEAD_AFTER_S)
 
 
 def test_what_one_engine_stores_the_others_find(start):

@@ -14,7 +14,7 @@ from safe_offload.commands.cache.pools import run_on_pools
 from safe_offload.errors import SharingError
 from safe_offload.node import table as table_module
 from safe_offload.node.pools import user_folder
-from safe_offload.node.table import DEAD_AFTER_S, ENGINES_MAX, HEADER_BYTES
+from safe_offload.node.table import ENGINES_MAX, HEADER_BYTES
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.node.engines import Engine, hash_of, pools_in, word_of, words_of
 
@@ -24,7 +24,7 @@ A, B, C = (hash_of(9, number) for number in range(3))
 PROMPTS = [
     [(group, hash_of(prompt, i)) for i in range(group, 3)] for prompt in (1, 2) for group in (0, 1)
 ]
-ROW_WORDS = 3 + table_module.TOKENS_MAX
+ROW_WORDS = 4 + table_module.TOKENS_MAX
 SCENE_S = 20.0
 """So long, on the slowest machine, a call has not ended that never will."""
 
@@ -111,7 +111,7 @@ def scene(flip):
         store(other, words, [(1, A), (1, B)])
         flip(one.table._mapping)
         num_wrong, third = 0, None
-        for now_s in (100.0, 101.0 + DEAD_AFTER_S, 103.0):
+        for now_s in (100.0, 102.0, 103.0):
             num_wrong += work(other, words, now_s) + work(one, words, now_s + 0.1)
         with contextlib.suppress(SharingError):  # of a header that says something else
             third = Engine(SLOTS, num_groups=2)
@@ -175,11 +175,11 @@ def test_a_token_that_cannot_be_makes_no_living_engine_a_dead_one(start):
     one, other = start(), start()
     one.store(A)
     row = one.table._engines[one.table.engine]
-    for damaged in (row[3] ^ np.uint64(1 << 63), np.uint64(1), ~np.uint64(0)):
-        row[3] = damaged
-        assert other.table.bury(100.0) == other.table.bury(100.0 + DEAD_AFTER_S) == 0
+    for damaged in (row[4] ^ np.uint64(1 << 63), np.uint64(1), ~np.uint64(0)):
+        row[4] = damaged
+        assert other.table.bury(100.0) == 0
     one.table.bury(200.0)
-    assert row[3] == one.table._tokens[0]
+    assert row[4] == one.table._tokens[0]
     assert one.table.num_damaged == 1
 
 

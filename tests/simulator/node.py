@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.simulator.words import Sequel
 
 Host = tuple[list[list[int | None]], npt.NDArray[np.uint64]]
-DEAD_AFTER_S = 0.05
+GRACE_S = 0.05
 LOOK_S = 0.02
 
 
@@ -37,7 +37,7 @@ class RankPool:
 
     def __init__(self, file: RankFile, folder: str) -> None:
         self._file = file
-        self.facts = PoolFacts((folder, file.pool_id), file.token)
+        self.facts = PoolFacts((folder, file.pool_id), file.token, GRACE_S)
 
     def close(self) -> None:
         self._file.locks.close()
@@ -59,7 +59,6 @@ class Node:
         self._stack = contextlib.ExitStack()
         for where, name, value in (
             (pools, "BASE", self._folder),
-            (table, "DEAD_AFTER_S", DEAD_AFTER_S),
             (node_part, "LOOK_S", LOOK_S),
             (table, "fence", self._fence),
         ):

@@ -230,7 +230,7 @@ def check_huge_pages(
             yield warning(
                 id,
                 f'transparent huge pages of {kind} are "{setting.word}", and the pool is such: '
-                "allocating it takes longer, and so do copies on the CPU",
+                "allocating it takes longer",
                 "the kernel gives them to memory that asks",
                 f"{setting.fix}, on the host",
             )

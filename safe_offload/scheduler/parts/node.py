@@ -169,7 +169,7 @@ class NodePool(Part):
             table = Table(os.path.join(folder, TABLE))
             if table.pool_id != pool_id:
                 raise SharingError("it was removed while the engine started")
-            table.join([pool.token for pool in pools])
+            table.join([pool.token for pool in pools], max(pool.grace_s for pool in pools))
         except (OSError, SharingError) as error:
             self._ranks.lose(
                 0, f"the shared host cache {pools[0].place[0]} cannot be used: {error}"
