@@ -78,16 +78,16 @@ async def test_a_call_ends_when_all_that_maps_its_slots_is_dead(other_mapper):
     await tier.close()
 
 
-@pytest.mark.parametrize("by_whom", ["the kernel", "the kernel, as a call begins", "the engine"])
+@pytest.mark.parametrize("by_whom", ["by_the_kernel", "unseen_by_the_loop", "by_the_engine"])
 async def test_what_a_process_has_started_ends_with_it(other_mapper, by_whom):
     tier, other = other_mapper(is_in_group=True)
     asking = asyncio.ensure_future(tier.fetch(names(), range(NUM_SLOTS)))
     await wait_until(lambda: tier.process._answers)
-    if by_whom == "the engine":
+    if by_whom == "by_the_engine":
         tier.process.kill()
     else:
         os.kill(process_of(tier), signal.SIGKILL)
-    if by_whom == "the kernel, as a call begins":  # which looks before the loop is told
+    if by_whom == "unseen_by_the_loop":  # which looks before the loop is told
         os.waitid(os.P_PID, process_of(tier), os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
         assert tier.process.is_over()
     with pytest.raises(OSError, match="its process has ended"):
