@@ -1,7 +1,7 @@
 """What the scheduler side sees of vLLM's GPU blocks: whose they are, which are hashed, which free.
 
 Nothing here changes a block or its reference count; only `forget_hashes` has vLLM take hashes away,
-and only `reuse_first` changes the order of free blocks.
+only `reuse_first` changes the order of free blocks, and only `tell_given` wraps a method of vLLM's.
 It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
 v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
@@ -319,10 +319,21 @@ class GpuBlocks:
             block = block.next_free_block
         return blocks
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
-        return int(self._pool.get_num_free_blocks())
+    def tell_given(self, tell: Callable[[list[KVCacheBlock]], None]) -> None:
+        """Call `tell` with the blocks of each allocation, which have their hashes still.
+
+        It is called inside a call of vLLM, so it must not raise.
+        Source: vLLM 0.31 to 0.33, BlockPool.get_new_blocks.
+        """
+        queue = self._pool.free_block_queue
+        take = queue.popleft_n
+
+        def popleft_n(count: int) -> list[KVCacheBlock]:
+            blocks: list[KVCacheBlock] = take(count)
+            tell(blocks)
+            return blocks
+
+        queue.popleft_n = popleft_n
 
     def cached_hashes(self) -> set[bytes]:
         """Return the hash of each block of vLLM's prefix cache; takes time for every block."""

@@ -187,7 +187,7 @@ class Planner(SchedulerSide):
             self.policy = EagerStores(
                 hits, gpu, self.stores, num_decoded, counters, may_refuse=may_refuse
             )
-        self._looks_ahead = options.is_lazy or self.policy.extras is not None
+        self._extras = self.policy.extras
         self._look_up = hits.boundaries.look_up if hits.boundaries.every else None
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self.ranks = Ranks(num_ranks, hits.slots, counters)
@@ -278,8 +278,8 @@ class Planner(SchedulerSide):
         if self._is_lost:
             num_tokens = self._without_lost(state, num_computed_tokens, num_tokens, now_s)
         if num_tokens is not None:
-            if self._looks_ahead and (num_computed_tokens or num_tokens):
-                self.policy.look_ahead(num_computed_tokens, num_tokens)
+            if num_tokens and self._extras is not None:
+                self._extras.make_room(num_computed_tokens + num_tokens)
             if self._matched is not None:
                 self._matched(state)
         return num_tokens

@@ -138,10 +138,10 @@ class Extras:
             self._waiting = [one for one in self._waiting if self._stands(one)]
         return bool(self._waiting) and not self._has_room() and self._reuse()
 
-    def make_room(self, num_tokens: int) -> bool:
-        """A request may take blocks for so many tokens at once; returns as `plan` does."""
-        num_more = self._geometry.num_blocks_spanned(num_tokens)
-        return bool(self._waiting) and not self._has_room(num_more) and self._reuse()
+    def make_room(self, num_tokens: int) -> None:
+        """A request may take blocks for so many tokens at once."""
+        if self._waiting and not self._has_room(self._geometry.num_blocks_spanned(num_tokens)):
+            self._reuse()
 
     def _reuse(self) -> bool:
         waiting, self._waiting = self._waiting, []

@@ -1,9 +1,7 @@
-"""Lazy stores: what vLLM is about to evict, and what it has given away before that was seen."""
+"""Lazy stores: what vLLM is about to evict, and what it has evicted before that was seen."""
 
 from __future__ import annotations
 
-from itertools import compress
-from operator import is_not
 from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.blocks import (
@@ -36,13 +34,16 @@ class LazyStores(StorePolicy):
 
     What is about to be evicted is the head of vLLM's queue of free blocks. The queue is not walked
     in every step. What was looked at once needs no second look while it stays in the queue: so a
-    step goes on after the last block that was seen, up to a distance from the head that no step can
+    step goes on after the last block that was seen, up to a distance from the head that few steps
     use up, and begins again at the head when half of that is gone.
 
-    Its own state is what follows `_watched` in `__init__`.
+    What a step takes that no walk has seen, as the tail of a request that has just ended, is noted
+    as vLLM takes it, and stored before the forward of that step.
 
-    Bound: the blocks of two steps, the GPU's blocks, the requests that vLLM has, and the hashes
-    that a sweep leaves, twice.
+    Its own state is what follows `_given` in `__init__`.
+
+    Bound: the GPU's blocks and the hashes that a sweep leaves, both twice, and the requests that
+    vLLM has.
 
     Args:
         hits, gpu, stores, num_decode_tokens_max: see `StorePolicy`.
@@ -61,23 +62,36 @@ class LazyStores(StorePolicy):
         self._num_step_blocks = num_step_blocks
         # More than the host holds would push out what was just stored, step after step.
         self._num_ahead = min(2 * num_step_blocks, hits.slots.num_slots)
-        self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
-        """What may be lost before the next plan, with the hash objects of then."""
+        self._given: list[KVCacheBlock] = []
+        """What vLLM has given away since the last plan, and below with which hash objects."""
+        self._given_hashes: list[bytes | None] = []
+        self._given_max = 2 * gpu.num_blocks
+        gpu.tell_given(self._note_given)
         self._num_seen = 0
         self._middle: QueuePlace | None = None
         """A block at half the distance; the walk begins again when it has left its place."""
         self._last: QueuePlace | None = None
         """The last block that the walk has seen."""
-        self._last_ahead: QueuePlace | None = None
-        """The last block that `look_ahead` has seen since the last plan."""
         self._left_out: dict[RequestState, int] = {}
         """Requests of which nothing is stored, and how many of their hashes were looked at."""
+        self._growing: dict[RequestState, None] = {}
+        """Those of them that have had blocks, of which more may be hashed."""
         self._left_out_hashes: set[bytes] = set()
         self._sweep_at = SWEEP_MIN
         self._missing = self._unstored  # another one from the first request on that is left out
 
     def __repr__(self) -> str:
         return f"LazyStores({self._num_seen} of {self._num_ahead} blocks seen)"
+
+    # ---- what vLLM gives away ------------------------------------------------------------------
+
+    def _note_given(self, blocks: list[KVCacheBlock]) -> None:
+        if len(self._given) < self._given_max:  # else nothing is planned any more
+            self._given += blocks
+            self._given_hashes += hashes_of(blocks)
+
+    def _forget_given(self) -> None:
+        self._given, self._given_hashes = [], []
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -92,6 +106,16 @@ class LazyStores(StorePolicy):
         if len(self._left_out_hashes) > self._sweep_at:
             self._sweep()
 
+    def run(self, state: RequestState) -> None:
+        super().run(state)
+        if state in self._left_out:
+            self._growing[state] = None
+
+    def end(self, state: RequestState) -> None:
+        super().end(state)
+        if state not in self._growing:
+            self._left_out.pop(state, None)
+
     @property
     def num_left_out(self) -> int:
         """Hashes of which nothing is stored."""
@@ -100,53 +124,32 @@ class LazyStores(StorePolicy):
     def _sweep(self) -> None:
         """Forget what the GPU has lost and what is not stored in its last moment either."""
         kept = self._gpu.cached_hashes()
-        for _, hash_objects in self._watched:
-            kept.update(get_block_hash(h) for h in hash_objects if h is not None)
+        kept.update(get_block_hash(h) for h in self._given_hashes if h is not None)
         length = len(next(iter(self._left_out_hashes)))
         self._left_out_hashes &= {block_hash[-length:] for block_hash in kept}
         self._sweep_at = max(SWEEP_MIN, 2 * len(self._left_out_hashes))
 
-    def look_ahead(self, num_gpu_tokens: int, num_host_tokens: int) -> None:
-        """See `StorePolicy`; remembers what the request may take, beside what the step takes.
-
-        A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
-        """
-        num_tokens = num_gpu_tokens + num_host_tokens
-        if num_host_tokens and self.extras is not None and self.extras.make_room(num_tokens):
-            self._begin_again()
-            self._last_ahead = None
-        num_blocks = self._geometry.num_blocks_spanned(num_tokens)
-        if self._last_ahead is not None and self._last_ahead.stands():
-            seen = self._last_ahead.block
-        else:
-            num_blocks += self._num_step_blocks
-            seen = self._last.block if self._last is not None and self._last.stands() else None
-        blocks = self._gpu.free_blocks(num_blocks, seen)
-        if blocks:
-            self._last_ahead = QueuePlace.of(blocks[-1])
-            self._watched.append((blocks, hashes_of(blocks)))
-
     def forget_table(self, state: RequestState) -> None:
         """See `StorePolicy`; what it gave away in this step may have been seen with a hash."""
         super().forget_table(state)
-        self._watched = []
+        self._forget_given()
 
-    def finish(self, state: RequestState) -> None:
-        """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
+    def forget_uncomputed(self, state: RequestState) -> set[bytes]:
+        """See `StorePolicy`; vLLM may have given away again what it gave and hashed in this step.
 
-        vLLM frees the tail of a table first, after what is free already.
+        A Mamba state that was to be copied has a hash of before, so a block counts once.
         """
-        num_at_risk = self._num_step_blocks - self._gpu.num_free_blocks
-        if state.phase is not Phase.RUNNING or num_at_risk <= 0:
-            return
-        request_id = state.request.request_id
-        for group_idx in self._geometry.group_ids:
-            tables, nums_hashed = self._gpu.tables_of(group_idx)
-            end = nums_hashed.get(request_id, 0) + 1  # the prompt may end in a block that is hashed
-            first = max(0, end - 1 - num_at_risk)
-            blocks = tables.get(request_id, ())[first:end]
-            if blocks:
-                self._watched.append((blocks, hashes_of(blocks)))
+        uncomputed = super().forget_uncomputed(state)
+        length = len(next(iter(uncomputed), b""))
+        given, seen = list(zip(self._given, self._given_hashes, strict=True)), set[int]()
+        self._forget_given()
+        for block, h in given:
+            is_computed = h is None or get_block_hash(h)[-length:] not in uncomputed
+            if is_computed and block.block_id not in seen:
+                self._given.append(block)
+                self._given_hashes.append(h)
+            seen.add(block.block_id)
+        return uncomputed
 
     def store_now(self, state: RequestState) -> None:
         """See `StorePolicy`."""
@@ -174,32 +177,23 @@ class LazyStores(StorePolicy):
     ) -> None:
         """See `StorePolicy`.
 
-        What was given away is looked for in every step, one that computes nothing too: it may
-        allocate blocks for a load.
+        What was given away is stored in every step, one that computes nothing too: it may allocate
+        blocks for a load.
         """
         for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
             taken, is_decoding = self._snapshots.get(state), state in self.schedule.decoding
             if not (is_decoding and taken and taken[0].is_current(state.request)):
                 self._snapshots[state] = self._snapshot_taker.take(state, is_decoding=is_decoding)
-        for blocks in self._given_away():
-            self._stores.add(self._stores.missing(blocks), None, is_intact=False)
+        if self._given:
+            for blocks in self._missing(self._given, self._given_hashes):
+                self._stores.add(blocks, None, is_intact=False)
+            self._forget_given()
         if book.num_live:  # else an idle engine would store without end
             if self.extras is not None and self.extras.plan():
                 self._begin_again()
             for blocks in self._walk():
                 if self._stores.add(blocks, None, is_intact=True) < len(blocks.blocks):
                     self._begin_again()
-
-    def _given_away(self) -> list[BlockSet]:
-        """Return what was watched, and was given away in this step; the rest is in the queue."""
-        watched, self._watched, self._last_ahead = self._watched, [], None
-        found = []
-        for blocks, hash_objects in watched:
-            is_lost = list(map(is_not, hashes_of(blocks), hash_objects))
-            if any(is_lost):
-                lost = list(compress(blocks, is_lost)), list(compress(hash_objects, is_lost))
-                found += self._missing(*lost)
-        return found
 
     def _walk(self) -> list[BlockSet]:
         """Return free blocks not seen yet that are taken soon, if the host does not have them."""
@@ -224,12 +218,12 @@ class LazyStores(StorePolicy):
     ) -> list[BlockSet]:
         """Return what is to be stored of blocks, but for those that are left out."""
         left_out = self._left_out_hashes
-        for state, first in list(self._left_out.items()):
+        for state in list(self._growing):
             hashes = state.request.block_hashes
-            left_out.update(hashes[first:])
+            left_out.update(hashes[self._left_out[state] :])
             self._left_out[state] = len(hashes)
             if state.finished:
-                del self._left_out[state]
+                del self._left_out[state], self._growing[state]
         length = len(next(iter(left_out), b""))
         hash_objects = [
             None if h is not None and get_block_hash(h)[-length:] in left_out else h
@@ -251,5 +245,5 @@ class LazyStores(StorePolicy):
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
         super().pass_over(states)
-        self._watched, self._last_ahead = [], None
+        self._forget_given()
         self._begin_again()

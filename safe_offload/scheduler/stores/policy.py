@@ -68,29 +68,29 @@ class StorePolicy:
     def keep_out(self, state: RequestState) -> None:
         """A request is new, and nothing that it computes is to be stored."""
 
-    def look_ahead(self, num_gpu_tokens: int, num_host_tokens: int) -> None:
-        """A request may be scheduled that has a hit of so many tokens on the GPU, and here."""
-        if num_host_tokens and self.extras is not None:
-            self.extras.make_room(num_gpu_tokens + num_host_tokens)
-
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""
         self.schedule.add(state)
         self._tables[state] = self._gpu.all_tables_of(state.request.request_id)
 
-    def forget_uncomputed(self, state: RequestState) -> None:
+    def forget_uncomputed(self, state: RequestState) -> set[bytes]:
         """vLLM has taken a request out of the step that is planned, or not put it in.
 
         By priority it may have put the request in first, and have hashed the blocks that it was to
         fill. No forward computes those: neither vLLM's prefix cache nor a store may find them.
         (vLLM 0.32.0, Scheduler.schedule; vllm#59907)
+
+        Returns:
+            Their hashes.
         """
         tables = self._tables.pop(state, ())
         size = self._geometry.hash_block_size
         first = self.schedule.num_computed(state) // size
         longest = max(map(len, tables), default=0)
         end = longest * max(self._geometry.group_block_sizes) // size
-        self._gpu.forget_blocks_of(tables, set(state.request.block_hashes[first:end]))
+        hashes = set(state.request.block_hashes[first:end])
+        self._gpu.forget_blocks_of(tables, hashes)
+        return hashes
 
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
