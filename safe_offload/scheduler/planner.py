@@ -314,7 +314,7 @@ class Planner(SchedulerSide):
             self._preempt(state)
         if num_external_tokens <= 0:
             self.loads.compute(state)
-            state.move(Phase.RUNNING)
+            self.book.run(state)
             self.policy.run(state)
         else:
             self.loads.begin(state, blocks.blocks, num_external_tokens)

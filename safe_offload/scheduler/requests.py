@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ ReadHints = Callable[["Request", Limits], Limits]
 
 HIT_ENDS_MAX = 256
 """Of one request: when it ends, it is looked at what the host has at each."""
+HELD_LOOKS = 64
+"""In one step, at requests that have ended, for whether their blocks or loads are still held."""
 
 
 class Phase(enum.Enum):
@@ -153,8 +156,9 @@ class RequestState:
 class RequestBook:
     """All requests that vLLM owns, as far as hooks have named them.
 
-    Its state: the requests by id, which of them have `finished` (read only outside), a number for
-    the log, and whether any request has had `kv_transfer_params`.
+    Its state: the requests by id, which of them have `finished` (read only outside), in which order
+    those are looked at and how many have since a plan, who may have something brought, and a number
+    for the log.
 
     Bound: the requests that vLLM has, and those that have ended whose blocks or loads are still
     held.
@@ -168,8 +172,10 @@ class RequestBook:
         self._read_hints = read_hints
         self._states: dict[str, RequestState] = {}
         self.finished: set[str] = set()
+        self._held: deque[RequestState] = deque()
+        self._num_ended = 0
+        self._perhaps_brought: dict[RequestState, None] = {}
         self._num_bad_params = 0
-        self._has_params = False
 
     def __repr__(self) -> str:
         return f"RequestBook({len(self._states)} requests, {len(self.finished)} finished)"
@@ -185,7 +191,6 @@ class RequestBook:
         return state
 
     def _read_limits(self, request: Request) -> Limits:
-        self._has_params = True
         limits, problems = read_limits(request.kv_transfer_params)
         if problems:
             self._counters[Count.BAD_REQUEST_PARAMS] += 1
@@ -212,17 +217,35 @@ class RequestBook:
         """Return the state of a request id, if any hook has named it."""
         return self._states.get(request_id)
 
+    def run(self, state: RequestState) -> None:
+        """Note that a request has its blocks: to ours it runs, whoever fills them."""
+        state.move(Phase.RUNNING)
+        if state.request.kv_transfer_params is not None:  # else none brings it from elsewhere
+            self._perhaps_brought[state] = None
+
     def finish(self, state: RequestState) -> None:
         """Note that a request has ended."""
         state.move(Phase.FINISHED)
         self.finished.add(state.request.request_id)
+        self._perhaps_brought.pop(state, None)
+        self._held.appendleft(state)
+        self._num_ended += 1
 
     def purge(self, gpu: GpuBlocks) -> list[RequestState]:
-        """Forget finished requests for which vLLM holds no block any more, and return them."""
+        """Forget finished requests for which vLLM holds no block any more, and return them.
+
+        Of those that were held before, a few are looked at, in turn.
+        """
         gone = []
-        for request_id in list(self.finished):
-            state = self._states[request_id]
-            if not state.num_loads and not gpu.holds_blocks(request_id):
+        num_looks, self._num_ended = self._num_ended + HELD_LOOKS, 0
+        for _ in range(min(len(self._held), num_looks)):
+            state = self._held.popleft()
+            request_id = state.request.request_id
+            if self._states.get(request_id) is not state:
+                continue  # another one of the same id has come
+            if state.num_loads or gpu.holds_blocks(request_id):
+                self._held.append(state)
+            else:
                 del self._states[request_id]
                 self.finished.discard(request_id)
                 gone.append(state)
@@ -236,14 +259,13 @@ class RequestBook:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def brought(self) -> Iterator[str]:
-        """Ids of requests that wait for another connector's load: to ours they run."""
-        if not self._has_params:  # without them no connector brings anything from elsewhere
-            return
-        for request_id, state in self._states.items():
+    def brought(self) -> list[str]:
+        """Return ids of requests that wait for another connector's load: to ours they run."""
+        for state in list(self._perhaps_brought):
             is_waiting = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            if is_waiting and state.phase is Phase.RUNNING:
-                yield request_id
+            if not (is_waiting and state.phase is Phase.RUNNING):
+                del self._perhaps_brought[state]  # until it is given blocks again
+        return [state.request.request_id for state in self._perhaps_brought]
 
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
         """Keep of vLLM's finished ids only those that the scheduler can act on (I3).

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from vllm.lora.request import LoRARequest
 
 from safe_offload.node import pools
 from safe_offload.node.pools import open_rank
@@ -391,6 +392,67 @@ def _queue(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
+# ---- what waits ---------------------------------------------------------------------------------
+
+
+def behind_one(count: int, engine: PeerEngine, **how: Any) -> PeerEngine:
+    """So many requests wait while one takes the blocks of another, whose store is in flight."""
+    engine.send("ended", own_prompt(0, 14), 1)
+    take_steps(engine, HANGS)
+    engine.step()
+    engine.send("next", own_prompt(1, 14), 9)
+    send(engine, "r", [own_prompt(number, 2) for number in range(2, count)], **how)
+    return engine
+
+
+@scene("requests that wait, one with parameters, while a store is fenced", first=1000, counted=100)
+def _queue_at_a_fence(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(20, max_seqs=1)
+    engine.send("asks", [1, 2, 3], 1, kv_transfer_params={"max_load_tokens": 9})
+    engine.step()
+    engine.step()
+    return behind_one(count, engine)
+
+
+@scene("requests that wait, all with parameters, while a store is fenced", first=1000, counted=100)
+def _parameters_at_a_fence(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(20, max_seqs=1)
+    return behind_one(count, engine, kv_transfer_params={"max_load_tokens": 9})
+
+
+@scene("requests that wait and leave nothing, with lazy stores", first=1000, counted=100)
+def _queue_that_leaves_nothing(count: int, _: Closing) -> PeerEngine:
+    engine = make_engine(20, max_seqs=1, extra={"lazy_offload": True})
+    return behind_one(count, engine, kv_transfer_params={"store": "nothing"})
+
+
+@scene("requests that wait with an adapter, with a tier", first=1000, counted=100)
+def _queue_with_an_adapter(count: int, closing: Closing) -> PeerEngine:
+    engine = with_tier(20, closing, num_slots=40, max_seqs=1)
+    behind_one(count, engine, lora_request=LoRARequest("a", 1, "/adapters/a"))
+    engine.step()
+    return engine
+
+
+@scene("requests that have ended, and whose loads go on", first=1000, counted=100)
+def _ended_loads(count: int, _: Closing) -> PeerEngine:
+    engine = loading(count, PLAIN)
+    engine.step()
+    engine.__class__ = AbortsIn
+    engine.step()
+    engine.__class__ = PeerEngine
+    engine.step()
+    assert len(engine.connector.side.book.finished) == count
+    return engine
+
+
+WAITING = (
+    "requests that wait while one ends, with KV events",
+    *(scene.name for scene in SCENES[-5:]),
+)
+"""Scenes of which a step costs the same, whatever waits."""
+
+
 # ---- pins and hints ----------------------------------------------------------------------------
 
 
@@ -510,11 +572,14 @@ def _salts(count: int, closing: Closing) -> PeerEngine:
 # ---- tiers -------------------------------------------------------------------------------------
 
 
-def with_tier(num_blocks: int, closing: Closing, num_slots: int, **options: Any) -> PeerEngine:
+def with_tier(
+    num_blocks: int, closing: Closing, num_slots: int, max_seqs: int = 256, **options: Any
+) -> PeerEngine:
     """An engine with a tier that takes all and never answers what it has."""
     folder = closing.enter_context(tempfile.TemporaryDirectory())
     tier = {"url": f"file://{folder}", "wait_s": 1e-6, **options}
-    engine = make_engine(num_blocks, extra={"tiers": [tier]}, num_slots=num_slots)
+    extra = {"tiers": [tier]}
+    engine = make_engine(num_blocks, extra=extra, num_slots=num_slots, max_seqs=max_seqs)
     closing.callback(engine.connector.side.shutdown)
     return engine
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from safe_offload.scheduler import requests
 from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.node.slots import NodeSlots
@@ -21,7 +22,7 @@ from safe_offload.scheduler.parts.wishes import Wishes
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
 from safe_offload.scheduler.tiers import promotions, spills
 from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
-from tests.benchmarks.growth_scenes import SCENES, make_engine, pinned
+from tests.benchmarks.growth_scenes import SCENES, WAITING, make_engine, pinned
 from tests.scheduler.parts import part_of
 
 SCENE_OF = {scene.name: scene for scene in SCENES}
@@ -49,9 +50,10 @@ def test_a_pool_is_looked_at_once_in_a_step_however_many_requests_ask(monkeypatc
             assert len(calls) == num_steps
 
 
-def test_a_store_learns_nothing_of_requests_that_wait():
-    scene = SCENE_OF["requests that wait while one ends, with KV events"]
-    assert counted_exponent(scene) <= 0.1
+@pytest.mark.parametrize("name", WAITING)
+def test_what_waits_costs_no_step_anything(name, monkeypatch):
+    monkeypatch.setattr(requests, "HELD_LOOKS", 10)
+    assert counted_exponent(SCENE_OF[name]) <= 0.1
 
 
 def test_of_a_large_host_a_few_slots_are_looked_at_before_they_are_evicted(monkeypatch):

@@ -92,7 +92,7 @@ class NodePool(Part):
                 self._look_again_s = now_s + LOOK_S
                 if num_dead := slots.table.bury(now_s):
                     logger.info("%d engines of the shared host cache have ended.", num_dead)
-        if self._private.noted:
+        if self._private.growing:
             self._private.learn()
         self._is_synced = False
 

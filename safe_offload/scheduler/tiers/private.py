@@ -27,8 +27,7 @@ SWEEP_MIN = 1 << 16
 class PrivateBlocks(Part):
     """The hashes of such blocks, for as long as the GPU or the host may have them.
 
-    Its state, which nothing else changes: the two below, and at how many hashes it is time to
-    sweep.
+    Its state, which nothing else changes: those below, and at how many hashes it is time to sweep.
 
     Bound: the requests that vLLM has, and the hashes that a sweep leaves, twice, or `SWEEP_MIN`.
 
@@ -39,6 +38,7 @@ class PrivateBlocks(Part):
     Attributes:
         hashes: read only outside.
         noted: likewise; the requests that have some, and how many of their hashes were looked at.
+        growing: likewise; those of them that may have others by now: sessions, and who has run.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class PrivateBlocks(Part):
         self._vouches_for_adapters = vouches_for_adapters
         self.hashes: set[bytes] = set()
         self.noted: dict[Request, int] = {}
+        self.growing: dict[Request, None] = {}
         self._sweep_at = SWEEP_MIN
 
     def __repr__(self) -> str:
@@ -66,6 +67,12 @@ class PrivateBlocks(Part):
         if first is not None or request.resumable:
             self.noted[request] = first or 0
             self._note(request)
+            if request.resumable:
+                self.growing[request] = None
+
+    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+        if state.request in self.noted:
+            self.growing[state.request] = None
 
     def _first(self, request: Request) -> int | None:
         """Return the first of its hashes that is private; None if none is."""
@@ -80,7 +87,7 @@ class PrivateBlocks(Part):
 
     def learn(self) -> None:
         """A step is planned, in which any block that is hashed by now may be stored."""
-        for request in self.noted:
+        for request in self.growing:
             self._note(request)
         if len(self.hashes) > self._sweep_at:
             self._sweep()
@@ -91,6 +98,7 @@ class PrivateBlocks(Part):
         if request in self.noted:
             self._note(request)
             del self.noted[request]
+            self.growing.pop(request, None)
 
     def _note(self, request: Request) -> None:
         hashes = request.block_hashes

@@ -73,7 +73,7 @@ class Tiers(Part):
         self.lookups = LookUps(*parts, private, self._probes, self.fetches)
         self._promotions = Promotions(*parts, tiered_hits, self.lookups, self.fetches)
         # Looked at in every step.
-        self._noted, self._wanting = private.noted, self.lookups.wanting
+        self._private, self._wanting = private.growing, self.lookups.wanting
         self._probes_waiting = self._probes.waiting
         self._answered: list[PendingProbe] = []
         self._fetched: list[FetchBatch] = []
@@ -116,7 +116,7 @@ class Tiers(Part):
 
     def _plan(self, now_s: float) -> TierMessages:
         """See `messages`; from now on only what happens, or is stuck, is a reason to plan again."""
-        if self._noted:
+        if self._private:
             self.private.learn()
         if self._answered or self._fetched:
             self._measure(now_s)
@@ -134,7 +134,7 @@ class Tiers(Part):
         is_news_due = is_waiting and not self._is_stuck
         self._due_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
         looks = self.spills.looks or self.spills.is_waiting
-        if looks or self._wanting or self._probes_waiting or self._noted:
+        if looks or self._wanting or self._probes_waiting or self._private:
             self._due_s = AT_ONCE
         self._due_s = min(self._due_s, self.spills.due_s)
         if not (probes or fetches or spills):
