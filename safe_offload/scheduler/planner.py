@@ -375,6 +375,8 @@ class Planner(SchedulerSide):
     def _end(self, state: RequestState) -> None:
         """A request has ended: give up what only a live one needs."""
         if state.phase is not Phase.FINISHED:
+            if state not in self.outdated:
+                state.end_with(self.policy.schedule.num_computed(state))
             self.loads.end(state)
             self.hits.boundaries.leave(state)
             self.book.finish(state)

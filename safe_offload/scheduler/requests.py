@@ -76,6 +76,9 @@ class RequestState:
         hit_ends: tokens at which hits of its prompt end, and others' will: where it began after
             what the GPU or the host had, and where prompts were seen to part; the first
             `HIT_ENDS_MAX` of them.
+        is_refused: of what it computes nothing more is stored, as others are worth more.
+        num_kept_tokens: when it has ended, how many first tokens it has computed that its client
+            lets be stored: what there is to learn from a request about what to keep.
     """
 
     request: Request
@@ -85,6 +88,8 @@ class RequestState:
     is_failing: bool = False
     is_announced: bool = False
     hit_ends: set[int] = field(default_factory=set)
+    is_refused: bool = False
+    num_kept_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -112,9 +117,21 @@ class RequestState:
             )
         self.phase = phase
 
-    def store_at_most(self, num_tokens: int) -> None:
-        """Store none of the blocks that end after so many first tokens."""
-        self.limits = replace(self.limits, store_tokens=num_tokens)
+    @property
+    def may_hit(self) -> bool:
+        """Whether anything that is stored may be loaded for it."""
+        return not self.request.skip_reading_prefix_cache and self.limits.load_tokens != 0
+
+    def refuse(self, num_tokens: int) -> None:
+        """Store none of the blocks that end after so many first tokens, which others may hold."""
+        self.limits, self.is_refused = replace(self.limits, store_tokens=num_tokens), True
+
+    def end_with(self, num_computed_tokens: int) -> None:
+        """It ends, and has computed so many first tokens that may be stored."""
+        limit = None if self.is_refused else self.limits.store_tokens
+        self.num_kept_tokens = num_computed_tokens
+        if limit is not None:
+            self.num_kept_tokens = min(limit, num_computed_tokens)
 
     def ends_hits_at(self, num_tokens: int) -> None:
         """Note that hits end at a token."""

@@ -27,15 +27,16 @@ class Estimates(Part):
         self.seen_states: set[RequestState] = set()
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """What a request hits is decided when it first gets blocks."""
+        """What a request hits counts when it begins to run, if all of it may be stored."""
         request = state.request
-        if state in self.seen_states or state.limits.leaves_nothing:
+        is_partial = state.limits.store_tokens is not None and not state.is_refused
+        if num_tokens or is_partial or state in self.seen_states:
             return
         self.seen_states.add(state)
-        if not request.skip_reading_prefix_cache:
+        self.curve = self.curve or self._make_curve()
+        if state.may_hit:
             size = self._hits.geometry.hash_block_size
             ends = [end // size for end in (kept_boundary(request), *state.hit_ends)]
-            self.curve = self.curve or self._make_curve()
             self.curve.see(request.block_hashes, (request.num_tokens - 1) // size, ends)
 
     def _make_curve(self) -> Curve:
@@ -50,7 +51,8 @@ class Estimates(Part):
         if state in self.seen_states:
             self.seen_states.remove(state)
             if self.curve:
-                self.curve.keep(state.request.block_hashes)
+                num_kept = state.num_kept_tokens // self._hits.geometry.hash_block_size
+                self.curve.keep(state.request.block_hashes[:num_kept])
 
     def gauges(self) -> Mapping[str, float]:
         return self.curve.rates() if self.curve else {}

@@ -28,12 +28,15 @@ class EvictionOrder(Part):
         planner.ranks.label("eviction_order", START)
 
     def ended(self, state: RequestState) -> None:
+        """See `Part`; of what never ran, or may not be stored, no order would hold anything."""
         hits, contest = self._planner.hits, self.contest or self._make_contest()
-        if contest is None or state.limits.leaves_nothing:
+        num_kept = state.num_kept_tokens // hits.geometry.hash_block_size
+        if contest is None or not num_kept or state.limits.is_demoted:
             return
         before, slots, request = contest.order, hits.slots, state.request
-        num_asked = (request.num_prompt_tokens - 1) // hits.geometry.hash_block_size
-        contest.see(request.block_hashes, num_asked, slots.now_s, slots.num_empty)
+        num_usable = (request.num_prompt_tokens - 1) // hits.geometry.hash_block_size
+        num_asked = min(num_usable, num_kept) if state.may_hit else 0
+        contest.see(request.block_hashes[:num_kept], num_asked, slots.now_s, slots.num_empty)
         if contest.order is not before:
             slots.prefer(contest.order)
             self._planner.ranks.label("eviction_order", contest.order)

@@ -110,7 +110,7 @@ class EagerStores(StorePolicy):
         num_missing, last_slot = len(hashes) - len(found), found[-1] if found else None
         if num_missing and not self._hits.slots.admits(num_missing, last_slot, hashes[len(found)]):
             self._counters[Count.SKIPPED_BLOCKS] += num_missing
-            state.store_at_most(len(found) * self._hash_block_size)
+            state.refuse(len(found) * self._hash_block_size)
 
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""

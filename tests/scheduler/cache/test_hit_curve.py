@@ -83,3 +83,21 @@ def test_a_planner_that_estimates_tells_it_and_others_do_not(make_rig):
         rig.run_alone("b", rig.prompt(20, 0), max_tokens=1)
         found = rig.planner.gauges()["estimated_hits_present"]
         assert found == pytest.approx(0.5 if estimates else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "rate"),
+    [
+        (None, 0.5),
+        ({"max_offload_tokens": 0}, 0.0),
+        ({"store": "nothing"}, 0.0),
+        ({"max_load_tokens": 0}, 1.0),
+    ],
+)
+def test_an_estimate_counts_what_may_be_stored_and_hit(make_rig, params, rate):
+    rig = make_rig(num_blocks=40, num_slots=64, extra={"estimate_hit_rates": True})
+    rig.kv_transfer_params = params
+    rig.run_alone("a", rig.prompt(20, 0), max_tokens=1)
+    rig.kv_transfer_params = None
+    rig.run_alone("b", rig.prompt(20, 0), max_tokens=1)
+    assert rig.planner.gauges()["estimated_hits_present"] == pytest.approx(rate)

@@ -8,6 +8,7 @@ import pickle
 import random
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from safe_offload.scheduler.eviction import reuse
 from safe_offload.scheduler.eviction.adaptive import Adaptive, Order
@@ -229,3 +230,86 @@ def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkey
     assert rig.planner.host_labels["eviction_order"] == order
     messages = [message for r in package_log if "evicts in" in (message := r.getMessage())]
     assert f"The host cache now evicts in the order {order}," in messages[-1]
+
+
+def run(rig: Rig) -> None:
+    rig.run_alone("a", rig.prompt(41, 1), max_tokens=1)
+
+
+def abort(rig: Rig) -> None:
+    rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    rig.drain()
+
+
+def abort_in_the_queue(rig: Rig) -> None:
+    rig.add("a", rig.prompt(41, 1))
+    abort(rig)
+
+
+def abort_after_a_step(rig: Rig) -> None:
+    rig.add("a", rig.prompt(41, 1))
+    rig.step()
+    abort(rig)
+
+
+def abort_when_preempted(rig: Rig) -> None:
+    rig.add("a", rig.prompt(41, 1))
+    rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    abort(rig)
+
+
+def run_on_after_a_reset(rig: Rig) -> None:
+    rig.add("a", rig.prompt(41, 1))
+    rig.step()
+    rig.connector.reset_cache()
+    rig.drain()
+
+
+DEMOTE = {"action_version": "1.0", "action_type": "kv.demote"}
+HINTS = {"kv_hints": {"protocol_version": "0.1", "actions": [DEMOTE]}}
+
+
+@pytest.mark.parametrize(
+    ("how", "params", "seen"),
+    [
+        (run, None, [(10, 10)]),
+        (run, {"max_offload_tokens": 0}, []),
+        (run, {"max_offload_tokens": 17}, [(4, 4)]),
+        (run, {"store": "nothing"}, []),
+        (run, {"max_load_tokens": 0}, [(10, 0)]),
+        (run, HINTS, []),
+        (abort_in_the_queue, None, []),
+        (abort_after_a_step, None, [(6, 6)]),
+        (abort_when_preempted, None, [(6, 6)]),
+        (run_on_after_a_reset, None, []),
+    ],
+)
+def test_an_order_is_judged_by_what_ran_and_may_be_stored(make_rig, monkeypatch, how, params, seen):
+    monkeypatch.setattr(eviction_order, "RATE_MAX", 1.0)
+    found = []
+    monkeypatch.setattr(
+        Contest, "see", lambda _, hashes, num_asked, *__: found.append((len(hashes), num_asked))
+    )
+    rig = make_rig(num_slots=60, extra={"kv_hints": params is HINTS})
+    rig.start()
+    rig.kv_transfer_params = params
+    how(rig)
+    assert found == seen
+
+
+def test_an_order_is_judged_by_no_request_that_ends_while_it_loads(make_rig, monkeypatch):
+    monkeypatch.setattr(eviction_order, "RATE_MAX", 1.0)
+    rig = make_rig(num_slots=60, extra={"min_load_tokens": 0})
+    rig.start()
+    prompt = rig.warm(41)
+    found = []
+    monkeypatch.setattr(Contest, "see", lambda _, hashes, *__: found.append(hashes))
+    rig.hold_copies(True)
+    rig.add("a", prompt)
+    rig.step()
+    assert rig.planner.gauges()["loads_in_flight"]
+    rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    rig.hold_copies(False)
+    rig.finish()
+    assert found == []
