@@ -67,6 +67,7 @@ class LazyStores(StorePolicy):
         self._given_hashes: list[bytes | None] = []
         self._given_max = 2 * gpu.num_blocks
         gpu.tell_given(self._note_given)
+        self._has_ended = False  # a request, since the last walk
         self._num_seen = 0
         self._middle: QueuePlace | None = None
         """A block at half the distance; the walk begins again when it has left its place."""
@@ -113,6 +114,7 @@ class LazyStores(StorePolicy):
 
     def end(self, state: RequestState) -> None:
         super().end(state)
+        self._has_ended = True
         if state not in self._growing:
             self._left_out.pop(state, None)
 
@@ -188,7 +190,8 @@ class LazyStores(StorePolicy):
             for blocks in self._missing(self._given, self._given_hashes):
                 self._stores.add(blocks, None, is_intact=False)
             self._forget_given()
-        if book.num_live:  # else an idle engine would store without end
+        if book.num_live or self._has_ended:  # an idle engine would store without end
+            self._has_ended = False
             if self.extras is not None and self.extras.plan():
                 self._begin_again()
             for blocks in self._walk():

@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from safe_offload.scheduler.blocks import block_hash_of, get_block_hash, get_group_id
 from safe_offload.scheduler.cache.leases import LeaseKind
+from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
 
 NUM_AHEAD = 14
@@ -190,6 +191,26 @@ def test_what_many_answers_take_in_one_step_is_not_lost(make_rig):
 def test_one_prompt_after_the_other_comes_back_whole(make_rig, num_blocks, num_step_tokens):
     """The next one takes blocks of the one that has ended, in one step, or after idle ones."""
     rig = lazy(make_rig, num_blocks=num_blocks, max_batched_tokens=num_step_tokens)
+    take_turns(rig, is_idle_between=(True, False))
+
+
+def test_what_v2_writes_early_was_stored_in_an_idle_step_before(make_rig):
+    """It zeroes new blocks ahead of every copy of the step."""
+    rig = lazy(
+        make_rig,
+        num_blocks=90,
+        num_slots=4000,
+        groups=("full", "mamba"),
+        is_v2=True,
+        has_streams=True,
+        max_batched_tokens=512,
+    )
+    take_turns(rig, is_idle_between=(True,))
+    assert not num_failed(rig.counts, "store")
+
+
+def take_turns(rig: Rig, is_idle_between: tuple[bool, ...]) -> None:
+    """Prompts one after the other, twice; all of each is hit the second time."""
     prompts = [rig.prompt(250, n) for n in range(3)]
     for turn in range(2):
         for n, prompt in enumerate(prompts):
@@ -197,6 +218,6 @@ def test_one_prompt_after_the_other_comes_back_whole(make_rig, num_blocks, num_s
             stats = request.prefill_stats
             rig.run_until_finished(request.request_id)
             assert stats.num_cached_tokens == (248 if turn else 0)
-            if n != 1:
+            if is_idle_between[n % len(is_idle_between)]:
                 rig.drain()
     rig.finish()
