@@ -126,6 +126,8 @@ READS_PRIVATE = {
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
     "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "gpu/small.py": ("_answer_calls",),  # of engines that first cache prefixes of MLA, too
+    "node/test_dead.py": ("_engines",),  # damages what a row of a table says
+    "node/test_slots.py": ("_are_held",),  # an owner sees a guest too late
     "node/test_table.py": ("_engines", "_mapping", "_tokens"),  # flips each bit of a table
     "scheduler/eviction/test_adaptive.py": (
         "_batches",
