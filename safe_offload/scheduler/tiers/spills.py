@@ -49,9 +49,9 @@ class Spills:
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
     came; those that have failed; the ledger; how often all that waits was forgotten (its epoch);
-    when a step was planned last, and when something was written or new; and, where not all is
-    spilled, what tiers have of the slots or have refused, and as of which version of the directory
-    all that is to be looked at has been.
+    when a step was planned last, and when something was written or new; whether the last spill
+    wrote anything; and, where not all is spilled, what tiers have of the slots or have refused, and
+    as of which version of the directory all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
@@ -84,6 +84,7 @@ class Spills:
         self._queue: dict[int, tuple[int, bytes, int]] = {}
         self.retries = Retries()
         self._epoch, self._now_s, self._moved_s = 0, 0.0, 0.0
+        self._writes_succeed = True
         self.ledger: Ledger[Spill] = Ledger(context.transfer_ids, context.num_ranks)
         self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
@@ -183,9 +184,13 @@ class Spills:
         return (spill.message,)
 
     def _make(self, generation: str) -> Spill | None:
-        """Lease the first of the blocks that wait and that the host still has."""
+        """Lease the first of the blocks that wait and that the host still has.
+
+        While tiers take nothing, those not tried yet go first: each is tried once, soon.
+        """
         queue, find = self._queue, self._directory.find
-        waiting = self.retries.take(self._batch_max, self._now_s)
+        num_first = 0 if self._writes_succeed else len(queue)
+        waiting = self.retries.take(max(0, self._batch_max - num_first), self._now_s)
         for slot in list(islice(queue, self._batch_max - len(waiting))):
             waiting.append(Write(slot, *queue.pop(slot)))
         found: list[Write] = []
@@ -246,6 +251,7 @@ class Spills:
         elif again:
             waiting = self._try_again(spill.writes, again)
         num_written = len(spill.writes) - len(again)
+        self._writes_succeed = num_written > 0
         if num_written:
             self._moved_s = self._now_s
         num_kept = sum(
