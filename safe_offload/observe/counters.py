@@ -108,7 +108,6 @@ class Count(Series, enum.ReprEnum):
     UNPINNED_TOKENS = "unpinned_tokens", "Prompt tokens that could not be pinned."
     FETCH_HINTS = "hints", _HINTS, ("action", "fetch")
     RETAIN_HINTS = "hints", _HINTS, ("action", "retain")
-    DEMOTE_HINTS = "hints", _HINTS, ("action", "demote")
     UNKNOWN_HINTS = "hints", _HINTS, ("action", "unknown")
     BAD_TENANT_FILES = "bad_tenant_files", "Invalid versions of the tenants file."
     BORROWED_BLOCKS = "borrowed_blocks", "Leases of blocks in other engines' slots."

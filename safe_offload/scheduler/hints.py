@@ -2,7 +2,7 @@
 
 A hint is an action in an envelope of vLLM's (vLLM 0.32.0, v1/kv_hints/protocol.py; vllm#53423), in
 the request itself or, where a front has no field for it, in `kv_transfer_params`. vLLM defines
-the envelope alone. `kv.fetch` is Dynamo's word; the others are made after it.
+the envelope alone. `kv.fetch` is Dynamo's word, and `kv.retain` is made after it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ logger = logging.getLogger(f"vllm.{__name__}")
 PROTOCOL_VERSION, ACTION_VERSION = "0.1", "1.0"
 KEYS = ("kv_hints", "kv_hint")
 """In `kv_transfer_params`; the second is Dynamo's (ai-dynamo/dynamo#13134)."""
-FETCH, RETAIN, DEMOTE = "kv.fetch", "kv.retain", "kv.demote"
+FETCH, RETAIN = "kv.fetch", "kv.retain"
 TTL_KEY = "ttl_s"
 ACTIONS_MAX = 64
 KNOWN = (
     f'protocol_version "{PROTOCOL_VERSION}", action_version "{ACTION_VERSION}", action_type '
-    f'"{FETCH}", "{DEMOTE}" or "{RETAIN}", with "{TTL_KEY}" in its payload, a number from 0 to '
-    f"{MAX_PIN_S}"
+    f'"{FETCH}" or "{RETAIN}", with "{TTL_KEY}" in its payload, a number from 0 to {MAX_PIN_S}'
 )
 
 
@@ -105,8 +104,6 @@ def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count | None, str
     kind = _field(action, "action_type")
     if kind == FETCH:  # from where is in our tiers, whatever its payload says
         return replace(limits, is_fetched=True), Count.FETCH_HINTS, ""
-    if kind == DEMOTE:
-        return replace(limits, is_demoted=True), Count.DEMOTE_HINTS, ""
     if kind != RETAIN:
         return limits, None, "action_type is another"
     ttl_s = _field(_field(action, "payload"), TTL_KEY)

@@ -33,7 +33,6 @@ class Limits:
         leaves_nothing: it is stored nowhere, and nothing is noted of it.
         pin_s: how long it is to stay on the host after its last use; 0 ends that, None is no wish.
         is_fetched: what tiers have of it is fetched, whether or not that is expected to pay.
-        is_demoted: when it has ended, it is evicted before all others.
         is_brought: another connector brings the prompt, so that tiers are not asked for it.
     """
 
@@ -42,7 +41,6 @@ class Limits:
     leaves_nothing: bool = False
     pin_s: float | None = None
     is_fetched: bool = False
-    is_demoted: bool = False
     is_brought: bool = False
 
 

@@ -497,26 +497,6 @@ def _overpinned(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("demoted requests of as many blocks whose stores hang", first=50, counted=10)
-def _demoted(count: int, _: Closing) -> PeerEngine:
-    action = {"action_type": "kv.demote", "action_version": "1.0"}
-    hints = {"kv_hints": {"protocol_version": "0.1", "actions": [action]}}
-    engine = make_engine(8 * count + 100, extra={"kv_hints": True})
-    send(engine, "warm", [prompt_behind(count, 0)])
-    engine.drain()
-    take_steps(engine, HANGS)
-    prompts = [[*prompt_behind(count, number), *[3] * BLOCK_TOKENS] for number in range(count)]
-    send(engine, "r", prompts, kv_transfer_params=hints)
-    side = engine.connector.side
-    while engine.scheduler.requests:
-        engine.step()
-    for _step in range(5):
-        engine.step()
-    assert len(part_of(side, Wishes)._demoted) == count
-    engine.send("next", [8, 9], 2)
-    return engine
-
-
 @scene("requests that load and others that do not, all told of their hits", first=100)
 def _told(count: int, _: Closing) -> PeerEngine:
     limits: dict[str, Any] = {"max_seqs": 2 * count, "max_batched_tokens": 64 * count}

@@ -46,7 +46,7 @@ def send(server: HttpServer, kind: str, name: str) -> dict[str, int]:
 
 
 def test_the_page_has_a_body_for_each_action():
-    assert list(BODIES) == ["kv.fetch", "kv.retain", "kv.demote"]
+    assert list(BODIES) == ["kv.fetch", "kv.retain"]
 
 
 def test_the_bodies_of_the_page_do_what_it_says(model, tmp_path):
@@ -64,15 +64,14 @@ def test_the_bodies_of_the_page_do_what_it_says(model, tmp_path):
         computed = nothing | {"computed_tokens": NUM_TOKENS}
         assert send(server, "kv.retain", "A") == computed
         server.wait_for(lambda: server.count("pins") == 1, "the pin")
-        assert send(server, "kv.demote", "B") == computed
-        num_blocks = 2 * NUM_HIT // 32
+        num_blocks = NUM_HIT // 32
         written = "tier_written_objects"
-        server.wait_for(lambda: server.count(written) == num_blocks, "both prompts in the tier")
+        server.wait_for(lambda: server.count(written) == num_blocks, "the prompt in the tier")
         server.post("/reset_prefix_cache?reset_external=true")
         fetched = nothing | {"tier_tokens": NUM_HIT, "computed_tokens": NUM_TOKENS - NUM_HIT}
         assert send(server, "kv.fetch", "A") == fetched
         server.settle()
-        every = {"retain": 1, "demote": 1, "fetch": 1}
+        every = {"retain": 1, "fetch": 1}
         server.wait_for(lambda: kinds(server.metrics_text()) == every, "all actions to be counted")
         assert "Invalid hints" not in server.log()
 
@@ -122,9 +121,9 @@ def test_the_hints_of_the_page_in_vllms_own_field_are_done_too(model, tmp_path):
             **{"max_model_len": 1024, "num_gpu_blocks_override": 100, "skip_tokenizer_init": True},
         },
         "page": PYTHON,
-        "prompts": dict(zip(("fetch", "retain", "demote"), PROMPTS.values(), strict=True)),
+        "prompts": dict(zip(("fetch", "retain"), PROMPTS.values(), strict=False)),
     }
     (tmp_path / "options.json").write_text(json.dumps(options))
     text = run_script(SCRIPT, tmp_path, ENVIRONMENT)
-    assert kinds(text) == {"fetch": 1, "retain": 1, "demote": 1}
+    assert kinds(text) == {"fetch": 1, "retain": 1}
     assert "Invalid hints" not in text

@@ -311,26 +311,6 @@ def test_a_hint_releases_nothing_that_a_client_has_pinned(make_rig):
     assert gauge(rig, "pins") == 0, "its client has"
 
 
-def test_what_is_demoted_goes_first_but_for_what_is_pinned(make_rig):
-    rig = make(make_rig, num_slots=40, extra=HINTED)
-    old, demoted, pinned = (rig.prompt(33, seed) for seed in (1, 2, 3))
-    rig.run_alone("old", old)
-    ask(rig, "pinned", pinned, {**PIN, "kv_hints": envelope("kv.demote")})
-    ask(rig, "demoted", demoted, {"kv_hints": envelope("kv.demote")})
-    rig.run_alone("wake", rig.prompt(2, 7), 1)
-    rig.forget_gpu_cache()
-    num_free = gauge(rig, "slots") - gauge(rig, "used_slots")
-    rig.run_alone("new", rig.prompt(int(4 * (num_free + 8)) + 1, 9), 1)
-    rig.forget_gpu_cache()
-    assert ask(rig, "old2", old)[0] == 32
-    assert ask(rig, "pinned2", pinned)[0] == 32
-    assert ask(rig, "demoted2", demoted)[0] <= 4
-    assert rig.counts['hints{action="demote"}'] == 2
-    rig.clock.advance(700)
-    rig.run_alone("last", rig.prompt(2, 7), 1)
-    rig.check_idle()
-
-
 BAD = [
     envelope("kv.fetch", version="9"),
     envelope("kv.share"),
@@ -379,7 +359,7 @@ def test_a_line_says_what_is_wrong_with_a_hint_without_a_word_of_it(
 
 def test_hints_that_are_known_say_nothing(make_rig, logged):
     rig = make(make_rig, extra=HINTED)
-    known = envelope("kv.fetch", "kv.retain", "kv.demote", ttl_s=60)
+    known = envelope("kv.fetch", "kv.retain", ttl_s=60)
     ask(rig, "a", rig.prompt(9, 1), {"kv_hints": known})
     assert not [record for record in logged if "Invalid hints in" in record.getMessage()]
 

@@ -187,12 +187,6 @@ class SlotPool:
         if first:
             self._evictable.evict_first(first, self._now_s)
 
-    def evict_first(self, slots: Sequence[int]) -> None:
-        """Let those of the slots that are evictable go before all others, in this order."""
-        slots = self._unleased(slots)
-        self._evictable.hold(slots)
-        self._evictable.evict_first(slots, self._now_s)
-
     def _unleased(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that hold something and that nothing leases."""
         if None in map(self.directory.hashes.__getitem__, slots):

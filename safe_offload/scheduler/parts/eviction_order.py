@@ -31,7 +31,7 @@ class EvictionOrder(Part):
         """See `Part`; of what never ran, or may not be stored, no order would hold anything."""
         hits, contest = self._planner.hits, self.contest or self._make_contest()
         num_kept = state.num_kept_tokens // hits.geometry.hash_block_size
-        if contest is None or not num_kept or state.limits.is_demoted:
+        if contest is None or not num_kept:
             return
         before, slots, request = contest.order, hits.slots, state.request
         num_usable = (request.num_prompt_tokens - 1) // hits.geometry.hash_block_size

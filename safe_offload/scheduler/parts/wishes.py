@@ -1,13 +1,11 @@
-"""What requests ask for beside their tokens: to be pinned or demoted, and where they were hit."""
+"""What requests ask for beside their tokens: to be pinned, and where they were hit."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count
-from safe_offload.scheduler.cache.directory import Key
 from safe_offload.scheduler.cache.pins import Pins
 from safe_offload.scheduler.limits import PIN_KEY, TELL_KEY
 from safe_offload.scheduler.part import Part
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.planner import Planner
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.tiered_hits import Present, TieredHits
-
-DEMOTED_MAX = 4096
-"""Ended requests that wait to be demoted; with one more, the first is evicted as others are."""
-DEMOTED_BLOCKS = 8192
-"""Of requests to be demoted that are looked at in one step: a few milliseconds."""
 
 TRIES_MAX = 8
 """To pin what other engines of a pool overwrite meanwhile."""
@@ -40,12 +33,11 @@ def _asks(request: Request, key: str) -> bool:
 
 
 class Wishes(Part):
-    """Its state: the pins, whether anything is still stored, ended requests that are still to be
-    demoted, each with the key of a block that it waits for, where the tokens of those come from
-    whose clients want to know, and what the clients of those that have ended since the last plan
-    are told.
+    """Its state: the pins, whether anything is still stored, where the tokens of those requests
+    come from whose clients want to know, and what the clients of those that have ended since the
+    last plan are told.
 
-    Bound: the requests that vLLM has, and `DEMOTED_MAX`.
+    Bound: the requests that vLLM has.
     """
 
     def __init__(self, planner: Planner, tiered_hits: TieredHits, pin_share: float) -> None:
@@ -55,7 +47,6 @@ class Wishes(Part):
         self._nowhere: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         self.pins = Pins(self._hits.slots, planner.leases, pin_share)
         self._is_stopped = False
-        self._demoted: deque[tuple[Request, Key | None]] = deque(maxlen=DEMOTED_MAX)
         self._sources: dict[Request, dict[str, int]] = {}
         self._answers: dict[Request, dict[str, int]] = {}
 
@@ -85,11 +76,9 @@ class Wishes(Part):
             self._planner.policy.store_now(state)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`; pin or demote it, if that is wished."""
+        """See `Part`; pin it, if that is wished."""
         request, limits = state.request, state.limits
         self.pins.end(state)
-        if limits.is_demoted and not self._is_stopped:
-            self._demoted.append((request, None))
         sources = self._sources.pop(request, {})
         if "host_tokens" in sources:
             self._tell(request, TELL_KEY, sources)
@@ -143,48 +132,15 @@ class Wishes(Part):
             request.kv_transfer_params.pop(key)
             self._answers.setdefault(request, {}).update(told)
 
-    def _demote_some(self) -> None:
-        """Let what the host has of some ended requests go first, unless it is still being stored.
-
-        A request whose store takes long is not looked through again before a block of it is there.
-        """
-        tables, being_stored = self._hits.directory.tables, self._hits.directory.being_stored
-        num_left = DEMOTED_BLOCKS
-        for _ in range(len(self._demoted)):
-            if num_left <= 0:
-                return
-            request, key = self._demoted.popleft()
-            if key is None or tables[key.group_idx].get(key.block_hash) not in being_stored:
-                num_left -= len(request.block_hashes) * len(tables)
-                key = self._demote(request)
-            if key is not None:
-                self._demoted.append((request, key))
-
-    def _demote(self, request: Request) -> Key | None:
-        """Demote a request; return its last block that is still being stored, to wait for that."""
-        directory, slots = self._hits.directory, []
-        for group_idx in self._hits.geometry.group_ids:
-            hashes = self._hits.geometry.hashes_of(request, group_idx)
-            found = map(directory.tables[group_idx].get, hashes)
-            slots += [slot for slot in found if slot is not None]
-        unfilled = next(filter(directory.being_stored.__contains__, reversed(slots)), None)
-        if unfilled is not None and (block_hash := directory.hashes[unfilled]) is not None:
-            return Key(directory.group_of(unfilled), block_hash)
-        self._hits.slots.evict_first(slots[::-1])
-        return None
-
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
         self.pins.set_time(now_s)
         self._answers.clear()
-        if self._demoted:
-            self._demote_some()
 
     # ---- what goes wrong -----------------------------------------------------------------------
 
     def reset(self, cause: str | None) -> None:
         """See `Part`; all pins end."""
         self.pins.reset()
-        self._demoted.clear()
 
     def stopped(self) -> None:
         self._is_stopped = True

@@ -338,13 +338,6 @@ class SlotMachine(RuleBasedStateMachine):
             self.pool.hold(slots)
             self.leases.append(slots)
 
-    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True))
-    def evict_first(self, slots: list[int]) -> None:
-        self.pool.evict_first(slots)
-        free = {*held_by(self.pool)} - self.leased()
-        first = [slot for slot in slots if slot in free]
-        assert self.pool.next_evicted(len(first)) == first
-
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

@@ -266,10 +266,6 @@ def run_on_after_a_reset(rig: Rig) -> None:
     rig.drain()
 
 
-DEMOTE = {"action_version": "1.0", "action_type": "kv.demote"}
-HINTS = {"kv_hints": {"protocol_version": "0.1", "actions": [DEMOTE]}}
-
-
 @pytest.mark.parametrize(
     ("how", "params", "seen"),
     [
@@ -278,7 +274,6 @@ HINTS = {"kv_hints": {"protocol_version": "0.1", "actions": [DEMOTE]}}
         (run, {"max_offload_tokens": 17}, [(4, 4)]),
         (run, {"store": "nothing"}, []),
         (run, {"max_load_tokens": 0}, [(10, 0)]),
-        (run, HINTS, []),
         (abort_in_the_queue, None, []),
         (abort_after_a_step, None, [(6, 6)]),
         (abort_when_preempted, None, [(6, 6)]),
@@ -291,7 +286,7 @@ def test_an_order_is_judged_by_what_ran_and_may_be_stored(make_rig, monkeypatch,
     monkeypatch.setattr(
         Contest, "see", lambda _, hashes, num_asked, *__: found.append((len(hashes), num_asked))
     )
-    rig = make_rig(num_slots=60, extra={"kv_hints": params is HINTS})
+    rig = make_rig(num_slots=60)
     rig.start()
     rig.kv_transfer_params = params
     how(rig)
