@@ -101,3 +101,26 @@ def test_all_threads_of_a_pool_run_when_it_is_given_out():
     new = [thread for thread in threading.enumerate() if thread.ident not in before]
     assert sorted(thread.name for thread in new) == ["pool_0", "pool_1", "pool_2"]
     pool.shutdown()
+
+
+def test_an_environment_names_no_path_that_is_not_absolute(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f".:/a::b/c:/d e:{os.sep}")
+    assert threads.environment()["PYTHONPATH"] == "/a:/d e:/"
+    monkeypatch.delenv("PYTHONPATH")
+    assert threads.environment()["PYTHONPATH"] == "", "which names none"
+
+
+@pytest.mark.parametrize("before", ["", "1", None])
+def test_what_is_spawned_for_a_while_runs_no_code_of_the_working_directory(
+    monkeypatch, tmp_path, before
+):
+    monkeypatch.chdir(tmp_path)
+    if before is None:
+        monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONSAFEPATH", before)
+    with threads.safe_path():
+        command = [sys.executable, "-c", "import sys; print('' in sys.path)"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert os.environ.get("PYTHONSAFEPATH") == before
