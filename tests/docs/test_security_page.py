@@ -44,7 +44,9 @@ def blocks(language: str) -> list[str]:
 
 
 ACLS = "".join(blocks("text"))
-UNKNOWN_TO_REDIS_7_0 = re.findall(r"`(\+\S+)`", re.findall(r"Redis 7.0 does not start.*? omit", PAGE)[0])
+UNKNOWN_TO_REDIS_7_0 = re.findall(
+    r"`(\+\S+)`", re.findall(r"Redis 7.0 does not start.*? omit", PAGE)[0]
+)
 
 
 class ServerOfThePage(Server):
