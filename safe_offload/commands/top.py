@@ -35,7 +35,7 @@ TIMEOUT_S: Final = 5.0
 WHOLE_TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 16 * MIB
 INTERVAL_S: Final = 2.0
-INTERVAL_S_MAX: Final = 3600
+INTERVAL_S_MAX: Final = 86400
 VALUE_MAX: Final = 2.0**63
 """Of a sample: whatever answers may say anything."""
 NOTHING: Final = "-"
