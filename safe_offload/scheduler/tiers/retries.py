@@ -1,8 +1,8 @@
 """Blocks that a tier failed to take, until they are written again.
 
 A hit has no gaps: one block that is lost at the head of a prompt costs all that is behind it. So
-what failed goes before what is new, and what failed most often, the oldest, before all else. As all
-that waits to be spilled, it is not leased.
+what failed goes before what is new, and what failed most often, the oldest, before all else; but
+for while tiers take nothing (`Spills`). As all that waits to be spilled, it is not leased.
 """
 
 from __future__ import annotations
