@@ -94,7 +94,10 @@ class Count(Series, enum.ReprEnum):
     )
     FETCH_BLOCKS_NO_SLOT = "fetch_blocks_no_slot", "Blocks not fetched for lack of host slots."
     SPILLED_BLOCKS = "spilled_blocks", "Blocks written to all tiers."
-    RETRIED_SPILLS = "retried_spill_blocks", "Blocks written to tiers again after a failed write."
+    RETRIED_SPILL_BLOCKS = (
+        "retried_spill_blocks",
+        "Blocks written to tiers again after a failed write.",
+    )
     KEPT_BLOCKS = "kept_blocks", "Blocks copied from a farther tier to nearer ones."
     DROPPED_SPILLS_EVICTED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "evicted")
     DROPPED_SPILLS_REFUSED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "refused")

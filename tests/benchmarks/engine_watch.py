@@ -92,7 +92,7 @@ class Recorder:
 
             completion.future.add_done_callback(ended)
 
-        def reported(_begin_s: float, report: Any, _self: Any) -> None:
+        def reported(_begin_s: float, report: Any, *_: Any) -> None:
             ids = tuple(outcome.transfer_id for outcome in report.outcomes)
             self.reports.append((time.monotonic(), ids))
 

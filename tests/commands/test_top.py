@@ -551,9 +551,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 # An interrupt that comes right before the wait for a key is seen when the wait is over.
-@pytest.mark.parametrize(
-    ("key", "interval_s"), [(b"q", "86400"), (b"Q", "86400"), (b"\x03", "1")]
-)
+@pytest.mark.parametrize(("key", "interval_s"), [(b"q", "86400"), (b"Q", "86400"), (b"\x03", "1")])
 def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(server, key, interval_s):
     with on_terminal(server, 80, 24, interval_s) as (ours, theirs, child):
         before = termios.tcgetattr(theirs)

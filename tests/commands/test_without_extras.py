@@ -13,14 +13,11 @@ CASES = {
     "top http://127.0.0.1:9 --once": "pip install 'safe-offload[top]'",
     "cache ls s3://bucket/kv": "pip install 'safe-offload[s3]'",
     "cache prune s3://bucket/kv --to 1GiB": "pip install 'safe-offload[s3]'",
-    "bench tier s3://bucket/kv": "pip install 'safe-offload[s3]'",
     "cache ls mooncake://127.0.0.1:9": "pip install 'safe-offload[mooncake]'",
-    "bench tier mooncake://127.0.0.1:9": "pip install 'safe-offload[mooncake]'",
     "cache ls redis://127.0.0.1:9": "cannot connect to 127.0.0.1:9",
     "cache ls {folder}/none": "cannot be opened: No such file or directory",
     "cache ls node": "",
     "config --explain": "",
-    "completion bash": "",
 }
 
 
@@ -34,4 +31,4 @@ def test_what_is_missing_is_said_in_one_line(clean, tmp_path, command):
     if said:
         assert said in done.stderr
         assert "Fix: " in done.stderr
-        assert len(done.stderr.splitlines()) == 1 + command.startswith("bench tier")
+        assert len(done.stderr.splitlines()) == 1

@@ -174,16 +174,6 @@ WORDS = ["inf", "-inf", "nan", "1e999", "-0", "0", "-1", "9" * 5000, "1e308", "0
         "cache prune {folder} --older-than",
         "top http://127.0.0.1:9 --once --interval",
         *(
-            f"bench tier {{folder}} {option}"
-            for option in (
-                "--rounds",
-                "--round-bytes",
-                "--object-bytes",
-                "--threads",
-                "--timeout-s",
-            )
-        ),
-        *(
             f"bench engine --model none {option}"
             for option in (
                 *("--prompt-tokens", "--answer-tokens", "--rounds", "--pool-ratio", "--seed"),
@@ -202,7 +192,6 @@ def test_of_an_option(command, word, tmp_path, capsys, monkeypatch):
         raise begun
 
     monkeypatch.setattr("safe_offload.commands.bench.engine.measure", begin)
-    monkeypatch.setattr("safe_offload.commands.bench.tier.measure", begin)
     (tmp_path / "usage").touch()
     arguments = [*command.format(folder=tmp_path).split(), word]
     try:

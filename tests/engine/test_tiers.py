@@ -165,7 +165,7 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
 def tier_processes(server: HttpServer) -> list[int]:
     """The processes of the server's tiers."""
     each = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(server.group_id)}
-    return [pid for pid, command in each.items() if b"tiers.process.child" in command]
+    return [pid for pid, command in each.items() if command.startswith(b"safe-offload tier ")]
 
 
 def test_a_tiers_process_that_is_killed_or_stopped_costs_hits_only(model, tmp_path):

@@ -137,7 +137,7 @@ def test_of_every_profile_what_no_step_has_computed_is_found_nowhere(profile):
 
 @pytest.mark.parametrize("is_lazy", [False, True])
 def test_the_checker_sees_what_no_step_has_computed(monkeypatch, is_lazy):
-    monkeypatch.setattr(StorePolicy, "forget_uncomputed", lambda *_: None)
+    monkeypatch.setattr(StorePolicy, "forget_uncomputed", lambda *_: set())
     profile = PROFILES["lazy-priority"]
     shape = replace(profile.shape, extra={"lazy_offload": is_lazy})
     found = findings_of(replace(profile, shape=shape), range(3))

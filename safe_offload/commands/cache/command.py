@@ -229,6 +229,7 @@ def _ago(now_s: float, at_s: float) -> str:
 
 
 def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
+    place.namespaces()  # a place that cannot be read says so before the key does
     key_seal = open_seal(config.hmac_key_file)
 
     @functools.lru_cache(LISTED_MAX)

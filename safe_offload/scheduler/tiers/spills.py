@@ -215,7 +215,7 @@ class Spills:
         if 0 in failures:
             self._moved_s = self._now_s
         if any(failures):
-            self._counters[Count.RETRIED_SPILLS] += len(found) - failures.count(0)
+            self._counters[Count.RETRIED_SPILL_BLOCKS] += len(found) - failures.count(0)
         if self.looks:  # what tiers will not take is not offered again while the host has it
             self._spilled.update(zip(slots, zip(hashes, repeat(0)), strict=True))
         transfer_id, ranks = self.ledger.open()
