@@ -14,6 +14,7 @@ from safe_offload.worker.tier_runner import Slots as RunnerSlots
 from safe_offload.worker.tier_runner import TierRunner
 from tests.tiers.process.slots import NUM_SLOTS, Slots
 from tests.tiers.process.test_process_tier import (
+    PATIENCE_S,
     directory,
     names,
     wait_until,
@@ -95,7 +96,7 @@ async def test_a_wrong_word_costs_the_process_that_says_it(liar, message, caplog
     tier = liar(message)
     runner = runner_of(tier)
     with pytest.raises(OSError, match="its process has ended"):
-        await tier.probe(names())
+        await asyncio.wait_for(tier.probe(names()), PATIENCE_S)
     assert "says what it should not" in caplog.text
     assert len(caplog.text) < 5000
     assert runner.gauges()['tier_stored_bytes{tier="1"}'] == 0
