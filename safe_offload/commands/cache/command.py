@@ -229,12 +229,13 @@ def _ago(now_s: float, at_s: float) -> str:
 
 
 def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
-    place.namespaces()  # a place that cannot be read says so before the key does
-    key_seal = open_seal(config.hmac_key_file)
+    @functools.cache
+    def key_seal() -> Seal:  # a place that cannot be read says so before the key does
+        return open_seal(config.hmac_key_file)
 
     @functools.lru_cache(LISTED_MAX)
     def seal_of_namespace(namespace: str) -> Seal:
-        return _seal_for(place.description(namespace), key_seal)
+        return _seal_for(place.description(namespace), key_seal())
 
     num_objects, size_bytes, num_sealed, num_bad = 0, 0, 0, 0
     bad: list[dict[str, str]] = []
@@ -261,6 +262,7 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
                 bad.append({"file": item.key, "problem": problem})
             if arguments.delete:
                 place.delete([item])
+    has_key = bool(key_seal().facts)
     is_well = not bad or arguments.delete
     document = {
         "tier": place.label,
@@ -286,7 +288,7 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         )
     if num_sealed:
         lines.append(
-            f"{num_sealed:,} more objects are sealed with {'another' if key_seal.facts else 'a'} "
+            f"{num_sealed:,} more objects are sealed with {'another' if has_key else 'a'} "
             "key and were not checked. Fix: pass it with --hmac-key-file."
         )
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
