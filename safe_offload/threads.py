@@ -15,7 +15,6 @@ from safe_offload.errors import ConfigError
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _OPENMP: Final = ("OMP_", "GOMP", "KMP_")
-_SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 def environment() -> dict[str, str]:
@@ -37,18 +36,23 @@ def set_title(title: str) -> None:
         setproctitle.setproctitle(title)
 
 
-@contextlib.contextmanager
-def safe_path() -> Iterator[None]:
+def safe_path() -> contextlib.AbstractContextManager[None]:
     """Let no process that is spawned meanwhile run code of the working directory."""
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
+    return switched_on("PYTHONSAFEPATH")
+
+
+@contextlib.contextmanager
+def switched_on(variable: str) -> Iterator[None]:
+    """Set a variable of the environment to 1 for a while."""
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_SAFE_PATH]
+            del os.environ[variable]
         else:
-            os.environ[_SAFE_PATH] = before
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager

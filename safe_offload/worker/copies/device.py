@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from safe_offload.threads import switched_on
 from safe_offload.worker.copies import row_kernel
 from safe_offload.worker.copies.driver import CudaDriver, Driver, HipDriver, load_library
 from safe_offload.worker.copies.row_kernel import RowArguments
@@ -21,6 +21,7 @@ from safe_offload.worker.copies.row_kernel import RowArguments
 logger = logging.getLogger(f"vllm.{__name__}")
 
 IN_MEMORY: Final = "CUPY_CACHE_IN_MEMORY"
+"""Source: cupy 13, reference/environment.html; read at each compiling."""
 LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
 _LIBC = ctypes.CDLL(None)
 _LIBC.sigaction.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -117,7 +118,7 @@ class Device:
                     "set CUPY_CACHE_DIR to a directory that this user can write.",
                     error,
                 )
-                with _cupy_keeps_no_files():
+                with switched_on(IN_MEMORY):
                     self._kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
                     self._kernel.compile()
 
@@ -175,20 +176,6 @@ def _action_of(number: int) -> bytes:
     action = ctypes.create_string_buffer(_ACTION_BYTES)
     _LIBC.sigaction(number, None, action)
     return action.raw
-
-
-@contextlib.contextmanager
-def _cupy_keeps_no_files() -> Iterator[None]:
-    """Source: cupy 13, reference/environment.html, CUPY_CACHE_IN_MEMORY; read at each compiling."""
-    before = os.environ.get(IN_MEMORY)
-    os.environ[IN_MEMORY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[IN_MEMORY]
-        else:
-            os.environ[IN_MEMORY] = before
 
 
 def _pci_address(properties: Any) -> str:
