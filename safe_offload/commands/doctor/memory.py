@@ -23,8 +23,9 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.node.pools import Pool, room_problem
+from safe_offload.worker.memory import huge_pages
 from safe_offload.worker.memory.host_memory import check_host_bytes
-from safe_offload.worker.memory.huge_pages import FOLDER, HugePages
+from safe_offload.worker.memory.huge_pages import HugePages
 
 TABLE_PERCENT: Final = 1
 """What the table of a shared pool and its checksums take at most beside the slots."""
@@ -210,9 +211,7 @@ def check_huge_pages(
         has_copies_for_all: ranks share one copy (MLA).
     """
     id = "memory.huge-pages"
-    private = HugePages(
-        machine.huge_pages, machine.huge_pages != "never", f"echo madvise > {FOLDER}/enabled"
-    )
+    private = huge_pages.private(machine.huge_pages)
     kinds: dict[str, HugePages] = {}
     for pool in pools:
         if pool.config.sharing is not None and machine.shared_memory is not None:

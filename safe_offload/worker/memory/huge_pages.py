@@ -33,7 +33,11 @@ class HugePages(NamedTuple):
 
 def of_private(system: Path = Path("/sys")) -> HugePages:
     """Return what memory of one process follows."""
-    word = _chosen(system, "enabled")
+    return private(_chosen(system, "enabled"))
+
+
+def private(word: str) -> HugePages:
+    """Return the same of a word of that setting."""
     return HugePages(word, word != "never", f"echo madvise > {FOLDER}/enabled")
 
 
