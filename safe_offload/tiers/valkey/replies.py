@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers
-from safe_offload.tiers.naming import HEADER_BYTES, KEY_BYTES_MAX
+from safe_offload.tiers.naming import HEADER_BYTES
 
 LINE_BYTES_MAX: Final = 1024
 """Of a reply of one line, an error too."""
@@ -262,22 +262,26 @@ class AnyReply(Want):
         keep: how many elements of a list are kept, by how many lists it lies in; all of those that
             lie deeper.
         text_bytes_max: of each string; they are received into scratch memory.
+        skips_texts: longer ones are read past and empty; else they end the connection.
+        bytes_max: see `REPLY_BYTES_MAX`.
     """
-
-    _skips_texts = False  # that are too long; they are empty then
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         keep: Sequence[int] = (),
         text_bytes_max: int = TEXT_BYTES_MAX,
+        *,
+        skips_texts: bool = False,
+        bytes_max: int = REPLY_BYTES_MAX,
     ) -> None:
         super().__init__(loop)
+        self._skips_texts = skips_texts
         self._skipped_bytes = 0  # of the text that comes next
         self._keep = keep
         self._text_bytes_max = text_bytes_max
         self._open: list[_OpenList] = []
-        self._left_bytes = REPLY_BYTES_MAX
+        self._left_bytes = bytes_max
         self._text_bytes = -1
 
     def wish(self) -> int:
@@ -349,16 +353,6 @@ class AnyReply(Want):
         """Close the lists that are complete."""
         if self._open[-1].num_missing == 0:
             self._add(self._open.pop().elements)
-
-
-class KeyPage(AnyReply):
-    """A page of keys; of those that are too long to be ours nothing is kept."""
-
-    _skips_texts = True
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop, text_bytes_max=KEY_BYTES_MAX)
-        self._left_bytes = PAGE_BYTES_MAX
 
 
 @dataclass(slots=True)

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from safe_offload.tiers.base import SINK, Buffers
+from safe_offload.tiers.naming import KEY_BYTES_MAX
 from safe_offload.tiers.valkey.replies import (
+    PAGE_BYTES_MAX,
     RECEIPT_BYTES,
     SCRATCH_BYTES,
     TEXT_BYTES_MAX,
     AnyReply,
     ErrorReply,
-    KeyPage,
     Line,
     Lines,
     Misfit,
@@ -113,8 +114,10 @@ class Wire(asyncio.BufferedProtocol):
         return want.future
 
     def ask_keys(self, command: Iterable[bytes]) -> asyncio.Future[Tree]:
-        """Send a command with a page of keys as reply; see `KeyPage`."""
-        want = KeyPage(self._loop)
+        """Send a command with a page of keys as reply; those too long to be ours are empty."""
+        want = AnyReply(
+            self._loop, text_bytes_max=KEY_BYTES_MAX, skips_texts=True, bytes_max=PAGE_BYTES_MAX
+        )
         self._ask(command, want)
         return want.future
 
