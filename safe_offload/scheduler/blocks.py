@@ -1,8 +1,8 @@
 """What the scheduler side sees of vLLM's GPU blocks: whose they are, which are hashed, which free.
 
 Nothing here changes a block or its reference count; only `forget_hashes` has vLLM take hashes away,
-only `reuse_first` changes the order of free blocks, and only `tell_given` wraps a method of vLLM's.
-It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
+only `reuse_first` changes the order of free blocks, and only `watch_allocations` wraps a method of
+vLLM's. It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
 v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
 Whether a block was given away shows in its hash *object*: vLLM resets it when it reallocates the
@@ -319,8 +319,8 @@ class GpuBlocks:
             block = block.next_free_block
         return blocks
 
-    def tell_given(self, tell: Callable[[list[KVCacheBlock]], None]) -> None:
-        """Call `tell` with the blocks of each allocation, which have their hashes still.
+    def watch_allocations(self, watch: Callable[[list[KVCacheBlock]], None]) -> None:
+        """Call `watch` with the blocks of each allocation, which have their hashes still.
 
         It is called inside a call of vLLM, so it must not raise.
         Source: vLLM 0.31 to 0.33, BlockPool.get_new_blocks.
@@ -330,7 +330,7 @@ class GpuBlocks:
 
         def popleft_n(count: int) -> list[KVCacheBlock]:
             blocks: list[KVCacheBlock] = take(count)
-            tell(blocks)
+            watch(blocks)
             return blocks
 
         queue.popleft_n = popleft_n

@@ -78,7 +78,7 @@ class PlaceError(OSError):
         return f"{label}: {self.problem}. Fix: {fix[0].lower()}{fix[1:]}."
 
 
-class ToldError(OSError):
+class LoggedError(OSError):
     """A call to a tier that failed in its own process, which has logged why, and the fix."""
 
 

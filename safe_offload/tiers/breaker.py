@@ -77,13 +77,13 @@ class Breaker:
             level = logging.DEBUG if self._is_one_of_several() else logging.INFO
             logger.log(level, "%s works again.", self._name)
 
-    def fail(self, problem: str, *, is_told: bool = False) -> None:
-        """A call has failed; `is_told`: the log has a line about it, with the fix."""
+    def fail(self, problem: str, *, is_logged: bool = False) -> None:
+        """A call has failed; `is_logged`: the log has a line about it, with the fix."""
         self._num_failures += 1
         if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
-            is_told = is_told or self._is_one_of_several()
+            is_logged = is_logged or self._is_one_of_several()
             logger.log(
-                logging.DEBUG if is_told else logging.WARNING,
+                logging.DEBUG if is_logged else logging.WARNING,
                 "%s has failed %d times in a row, last because %s. Circuit breaker open: the next "
                 "attempt is in about %g s, later ones less often. Requests bypass the tier.",
                 *(self._name, self._num_failures, problem, self._pause_s),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.base import Name, Result, Tier, ToldError, reason_of
+from safe_offload.tiers.base import LoggedError, Name, Result, Tier, reason_of
 from safe_offload.tiers.breaker import Breaker, BreakerState
 from safe_offload.tiers.naming import NAMESPACE_BYTES, NAMESPACES_MAX
 from safe_offload.tiers.waiting import outlast
@@ -178,7 +178,7 @@ class GuardedTier:
             return None
         found, problem = _result_of(task, len(names), bool)
         if problem:
-            breaker.fail(problem, is_told=_is_told(task))
+            breaker.fail(problem, is_logged=_is_logged(task))
             self._note(Operation.PROBE, seconds, {Result.FAILED.value: len(names)})
             return None
         breaker.succeed()
@@ -242,7 +242,7 @@ class GuardedTier:
         results, problem = _result_of(task, len(names), Result)
         results = results or [Result.FAILED] * len(names)
         seconds = loop.time() - begin_s
-        is_told = _is_told(task)
+        is_logged = _is_logged(task)
         counts = Counter(results)
         if num_refused := counts.pop(Result.REFUSED, 0):
             counts[Result.FAILED] += num_refused
@@ -251,13 +251,13 @@ class GuardedTier:
             if not problem and not num_moved + counts[Result.PRESENT]:
                 if counts[Result.FAILED]:
                     problem = f"a {operation.value} failed"
-                    is_told = True  # as `Store` has it
+                    is_logged = True  # as `Store` has it
                 elif counts[Result.STILL_FULL]:
                     problem = "there was no room"
                 elif is_late:
                     problem = f"a {operation.value} did not start within {seconds:g} s"
             if problem:
-                breaker.fail(problem, is_told=is_told)
+                breaker.fail(problem, is_logged=is_logged)
             elif counts[Result.CANCELLED] < len(names):
                 breaker.succeed()
             elif is_trial:
@@ -329,8 +329,8 @@ async def _run(call: Callable[..., Any], *args: object) -> Any:
     return await call(*args)
 
 
-def _is_told(task: asyncio.Task[Any]) -> bool:
-    return not task.cancelled() and isinstance(task.exception(), ToldError)
+def _is_logged(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and isinstance(task.exception(), LoggedError)
 
 
 def _result_of(task: asyncio.Task[Any], num_names: int, kind: type) -> tuple[list[Any], str]:

@@ -66,7 +66,7 @@ class LazyStores(StorePolicy):
         """What vLLM has given away since the last plan, and below with which hash objects."""
         self._given_hashes: list[bytes | None] = []
         self._given_max = 2 * gpu.num_blocks
-        gpu.tell_given(self._note_given)
+        gpu.watch_allocations(self._note_given)
         self._has_ended = False  # a request, since the last walk
         self._num_seen = 0
         self._middle: QueuePlace | None = None

@@ -95,7 +95,7 @@ class MooncakeStore(Store):
         try:
             found: list[bool] = await self._ask(self._home.has, list(map(self.key_of, names)))
         except OSError as error:
-            self._tell(error)
+            self._log_failure(error)
             raise
         return found
 
@@ -154,7 +154,7 @@ class MooncakeStore(Store):
 
     # ---- on threads ---------------------------------------------------------------------------
 
-    def _tell(self, error: OSError) -> None:
+    def _log_failure(self, error: OSError) -> None:
         if isinstance(error, ConnectionError):
             error = _no_master(error)
         if self._log.is_due(reason_of(error)[:80]):
@@ -172,7 +172,7 @@ class MooncakeStore(Store):
             while chunk := list(_chunk_of(batch, bytes_max)):
                 work(batch, chunk)
         except OSError as error:
-            self._tell(error)
+            self._log_failure(error)
         finally:
             undone = [index for index in chunk if batch.results[index] is Result.CANCELLED]
             batch.settle([*undone, *(batch.take_left() if undone else ())], Result.FAILED)

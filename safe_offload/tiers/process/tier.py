@@ -33,7 +33,7 @@ from safe_offload.errors import ConfigError, ProtocolError
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import MappedFile
 from safe_offload.threads import environment
-from safe_offload.tiers.base import Name, Result, ToldError
+from safe_offload.tiers.base import LoggedError, Name, Result
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
 from safe_offload.tiers.process.child import LENGTH_BYTES, Setup, framed, length_of, read
 from safe_offload.tiers.seal import Seal
@@ -331,7 +331,7 @@ class Process:
         """Call a verb of the tier; the future, or this, fails with OSError if no answer comes."""
         assert self._writer is not None
         if self._is_killed or self._writer.is_closing():
-            raise ToldError(errno.EIO, "its process has ended")
+            raise LoggedError(errno.EIO, "its process has ended")
         number = next(self._numbers)
         answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = verb, len(names), answer
@@ -416,13 +416,13 @@ class Process:
             for _, _, answer in list(self._answers.values()):
                 if not answer.done():
                     problem = f"its process has ended ({_name_of(status)})"
-                    answer.set_exception(ToldError(errno.EIO, problem))
+                    answer.set_exception(LoggedError(errno.EIO, problem))
 
     def _settle(self, kind: str, number: object, found: object) -> None:
         """Take an answer; an exception if there is no such call, or it cannot be its answer."""
         verb, count, answer = self._answers[_number(number, 0)]
         if kind == "failed":
-            answer.set_exception(ToldError(errno.EIO, _text(found)))
+            answer.set_exception(LoggedError(errno.EIO, _text(found)))
             return
         if not isinstance(found, list) or len(found) != count:
             raise ProtocolError(f"not one result for each of {count} objects")
