@@ -147,7 +147,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (tests/test_layering.py).
-        from safe_offload.tiers.namespace.namespace import namespace_facts_of
+        from safe_offload.tiers.namespace.namespace_facts import namespace_facts_of
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.mooncake.store import MooncakeStore
+from safe_offload.tiers.mooncake.mooncake_store import MooncakeStore
 from safe_offload.tiers.seal import PLAIN, Seal
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests import stopping
 from tests.valkey_server import LOCALHOST, free_port
 

@@ -103,7 +103,7 @@ PROBES_VLLM = {
         "has_positionally_stable_blocks",
     },
     "tiers/namespace/engine_facts.py": {"__dict__", "to_dict", "to_json_string"},
-    "tiers/namespace/namespace.py": {
+    "tiers/namespace/namespace_facts.py": {
         *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
     },
     "scheduler/hints.py": {"kv_hints"},
@@ -564,9 +564,9 @@ MAY_LEAVE = {
     "tiers/mooncake/client.py": {"socket", "subprocess", "multiprocessing"},
     "tiers/mooncake/helper.py": {"multiprocessing"},
     # A file without a name, for the keys that an operator looks at: as long as its process.
-    "tiers/mooncake/store.py": {"tempfile"},
+    "tiers/mooncake/mooncake_store.py": {"tempfile"},
     # A process that ends with ours (test_process_tier.py kills ours), and the connection to it.
-    "tiers/process/tier.py": {"socket", "subprocess", "multiprocessing"},
+    "tiers/process/process_tier.py": {"socket", "subprocess", "multiprocessing"},
     "tiers/process/child.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},

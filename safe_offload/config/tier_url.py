@@ -244,10 +244,10 @@ _OF_MASTER: Final = (
     *("segment", "replicas", "config_file"),
 )
 _FILES, _VALKEY, _BUCKET_STORE, _MOONCAKE = (
-    "safe_offload.tiers.files.store:FileStore",
-    "safe_offload.tiers.valkey.store:ValkeyStore",
-    "safe_offload.tiers.objects.store:BucketStore",
-    "safe_offload.tiers.mooncake.store:MooncakeStore",
+    "safe_offload.tiers.files.file_store:FileStore",
+    "safe_offload.tiers.valkey.valkey_store:ValkeyStore",
+    "safe_offload.tiers.objects.bucket_store:BucketStore",
+    "safe_offload.tiers.mooncake.mooncake_store:MooncakeStore",
 )
 _WITH_TLS: Final = (*_OF_SERVER, "ca_file", "cert_file", "key_file")
 _OF_BUCKET: Final = ("connections", "endpoint")

@@ -34,7 +34,7 @@ def open_store(config: TierConfig, slot_bytes: int = 0) -> Store:
 
 def make_tier(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> Tier:
     """Return a tier of this process."""
-    from safe_offload.tiers.tier import SealedTier
+    from safe_offload.tiers.sealed_tier import SealedTier
 
     return SealedTier(open_store(config, slot_bytes), facts, seal)
 

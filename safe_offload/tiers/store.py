@@ -1,7 +1,7 @@
 """What a kind of place does: verbs for many objects at a time.
 
 A kind is one class, and one line in `tier_url.KINDS`. It moves bytes and keeps no promise about
-them: above it one tier seals and judges (tier.py), and one withholds (guarded_tier.py). The
+them: above it one tier seals and judges (sealed_tier.py), and one withholds (guarded_tier.py). The
 commands `cache` and `doctor` use the same verbs.
 """
 

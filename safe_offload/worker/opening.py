@@ -21,9 +21,9 @@ from safe_offload.node.pools import Wanted
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.guarded_tier import GuardedTier
-from safe_offload.tiers.namespace.namespace import NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 from safe_offload.tiers.namespace.this_machine import name_here
-from safe_offload.tiers.process.tier import ProcessTier, opener
+from safe_offload.tiers.process.process_tier import ProcessTier, opener
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.threads import DirectionThreads

@@ -35,7 +35,7 @@ from safe_offload.protocol import (
 )
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
-from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import Doubt, Learned, NamespaceFacts
 from safe_offload.tiers.tiered_probe import TieredProbe
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.loop_thread import Loop

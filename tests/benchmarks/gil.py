@@ -24,7 +24,7 @@ from safe_offload.layout import Geometry, HostLayout, Segment
 from safe_offload.mapped_files import address_of, find_file, map_new
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.process.tier import opener
+from safe_offload.tiers.process.process_tier import opener
 from tests.benchmarks.tier_servers import tier_servers
 
 CALL_BYTES = 20_000

@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from safe_offload.compat.base import KVConnectorRole
 from safe_offload.config.options import OffloadConfig
 from safe_offload.connector import SafeCPUOffloadConnector
-from safe_offload.tiers.namespace.namespace import NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.opening import Opening

@@ -22,7 +22,7 @@ from safe_offload.config.tiers import TierConfig, tiers
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import PLAIN
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
 from tests.kubernetes_api import VERSIONS, check, manifests

@@ -57,7 +57,7 @@ def _run_node(arguments: list[str], folder: Path) -> None:
 
 def _slow_down(seconds: float) -> None:
     """Let this process and its forks read slowly from directories."""
-    from safe_offload.tiers.files.store import FileStore
+    from safe_offload.tiers.files.file_store import FileStore
 
     read = FileStore._read
 

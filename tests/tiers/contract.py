@@ -18,7 +18,7 @@ from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.tiers.seal import PLAIN, Seal
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 
 FACTS: dict[str, object] = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)

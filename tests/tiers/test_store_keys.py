@@ -55,7 +55,7 @@ def test_the_key_of_a_description_says_what_it_describes():
 
 
 def test_a_tier_needs_no_package():
-    program = "import sys, safe_offload.tiers.valkey.store; sys.exit('redis' in sys.modules)"
+    program = "import sys, safe_offload.tiers.valkey.valkey_store; sys.exit('redis' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -33,7 +33,7 @@ from safe_offload.protocol import (
     Transfer,
     ids_of,
 )
-from safe_offload.tiers.namespace.namespace import NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker import pool as pool_module
 from safe_offload.worker.bridge import WorkerBridge

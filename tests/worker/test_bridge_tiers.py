@@ -17,7 +17,7 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import Doubt, NamespaceFacts
 from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
 from tests.worker.hand_tier import HandTier

@@ -25,7 +25,7 @@ from safe_offload.protocol import (
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.breaker import FAILURES_MAX, PAUSE_S, PAUSE_S_MAX
 from safe_offload.tiers.guarded_tier import GRACE_S, LEFT_ALONE, GuardedTier, Operation
-from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import Doubt, Learned, NamespaceFacts
 from safe_offload.tiers.tiered_probe import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.memory.shared_memory import Share

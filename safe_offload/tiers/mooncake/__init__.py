@@ -1,4 +1,4 @@
 """Mooncake Store, memory of other machines over RDMA or TCP, as a tier.
 
-Imports of tiers only what all of them have in common. Door: `store.MooncakeStore`.
+Imports of tiers only what all of them have in common. Door: `mooncake_store.MooncakeStore`.
 """

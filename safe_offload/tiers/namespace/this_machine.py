@@ -11,7 +11,7 @@ import os
 
 from safe_offload.started import process_started_ns
 from safe_offload.tiers.namespace.model_files import find_files
-from safe_offload.tiers.namespace.namespace import NamespaceFacts
+from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 
 
 def name_here(facts: NamespaceFacts, more: dict[str, str]) -> tuple[str, list[str]]:

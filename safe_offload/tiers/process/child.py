@@ -28,7 +28,7 @@ from safe_offload.threads import set_title
 from safe_offload.tiers.base import Name, reason_of
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import Seal
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -21,7 +21,7 @@ from safe_offload.tiers.naming import (
     namespace_folder,
     path_of,
 )
-from safe_offload.tiers.objects import store
+from safe_offload.tiers.objects import bucket_store as store
 from safe_offload.tiers.objects.bucket import open_store
 from tests.bucket_server import BucketServer
 from tests.commands.cache.calls import (

@@ -6,7 +6,7 @@ import pytest
 
 from safe_offload.commands.cache.places import config_of, open_place
 from safe_offload.tiers.naming import namespace_folder
-from safe_offload.tiers.objects import store
+from safe_offload.tiers.objects import bucket_store as store
 from tests.commands.cache.calls import AFTER_RESET, FIRST, caller, check_refusal, read
 from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 

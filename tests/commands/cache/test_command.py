@@ -15,7 +15,7 @@ from safe_offload.commands.cli import main
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result
-from safe_offload.tiers.files import store
+from safe_offload.tiers.files import file_store as store
 from safe_offload.tiers.files.capacity import LOCK_FILE, keep
 from safe_offload.tiers.files.directory import open_root
 from safe_offload.tiers.naming import namespace_folder, path_of

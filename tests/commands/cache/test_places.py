@@ -5,11 +5,11 @@ import pytest
 from safe_offload.commands.cache import command, places
 from safe_offload.commands.cache.place import Place
 from safe_offload.tiers import store
-from safe_offload.tiers.files import store as files_store
+from safe_offload.tiers.files import file_store
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, namespace_folder
-from safe_offload.tiers.objects import store as objects_store
+from safe_offload.tiers.objects import bucket_store
 from safe_offload.tiers.seal import Seal
-from safe_offload.tiers.valkey import store as valkey_store
+from safe_offload.tiers.valkey import valkey_store
 from tests.commands.cache.calls import (
     AFTER_RESET,
     FACTS,
@@ -106,7 +106,7 @@ def test_facts_are_kept_of_as_many_descriptions_as_fit(call, rig, monkeypatch):
 
 
 def test_of_very_many_namespaces_some_are_listed_and_all_are_deleted(call, rig, monkeypatch):
-    for module in (store, command, files_store, valkey_store, objects_store):
+    for module in (store, command, file_store, valkey_store, bucket_store):
         monkeypatch.setattr(module, "LISTED_MAX", 1, raising=False)
     for name in rig.foreign:
         rig.delete(name)

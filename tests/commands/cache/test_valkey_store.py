@@ -7,7 +7,7 @@ import pytest
 
 from safe_offload.commands.cache import places
 from safe_offload.tiers.naming import description_key, key_of
-from safe_offload.tiers.valkey.store import ValkeyStore
+from safe_offload.tiers.valkey.valkey_store import ValkeyStore
 from tests.commands.cache.calls import (
     FACTS,
     FIRST,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import PATIENCE_S, tier_at
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import capacity, object_file
-from safe_offload.tiers.files import store as files
+from safe_offload.tiers.files import file_store as files
 from safe_offload.tiers.files.capacity import (
     EVICT_FROM,
     EVICT_TO,

@@ -14,7 +14,7 @@ from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import object_file, store
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.guarded_tier import GuardedTier
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import (
     FACTS,
     PATIENCE_S,

@@ -21,7 +21,7 @@ from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import directory
 from safe_offload.tiers.files.capacity import LOCK_FILE, USAGE_FILE
 from safe_offload.tiers.files.directory import NotOursError, open_our_root
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.files.paths import files_below, path_in, said
 

@@ -9,7 +9,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.seal import PLAIN, Seal
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import bytes_of, put
 from tests.tiers.hostile import fuzz
 from tests.tiers.hostile.answers import EVIL, PASSWORD

@@ -30,7 +30,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import key_of
-from safe_offload.tiers.process.tier import ProcessTier
+from safe_offload.tiers.process.process_tier import ProcessTier
 from tests.mooncake_server import Master, Segment, mooncake_tier, open_client
 from tests.tiers.contract import FACTS, SPACE, bytes_of, filled, slot_of
 from tests.tiers.process.slots import Slots

@@ -16,9 +16,9 @@ from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.config.tier_url import MASTER_PORT
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.mooncake import store
+from safe_offload.tiers.mooncake import mooncake_store as store
 from safe_offload.tiers.mooncake.client import Client
-from safe_offload.tiers.mooncake.store import PAGES_PORT
+from safe_offload.tiers.mooncake.mooncake_store import PAGES_PORT
 from safe_offload.tiers.naming import (
     DESCRIPTION_BYTES_MAX,
     PREFIX,

@@ -131,7 +131,7 @@ async def test_a_read_that_goes_wrong_gives_back_slots_that_nobody_writes_to(
 ):
     """Its process is killed, and the objects that another one gives the store are still there."""
     faulty(fault)
-    logging.getLogger("vllm.safe_offload.tiers.mooncake.store").addHandler(caplog.handler)
+    logging.getLogger("vllm.safe_offload.tiers.mooncake.mooncake_store").addHandler(caplog.handler)
     with Master(tmp_path) as master:
         config = TierConfig.at(master.url, segment_bytes=64 << 20, timeout_s=1.0)
         async with opened(config) as tier:

@@ -13,7 +13,7 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import fetch_one, filled, name_of, slot_of, tier_at
 from tests.tiers.objects.scripted_bucket import (
     NO_CONTENT,

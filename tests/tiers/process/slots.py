@@ -6,7 +6,7 @@ import random
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import Geometry, HostLayout, Segment
 from safe_offload.mapped_files import address_of, find_file, map_new
-from safe_offload.tiers.process.tier import ProcessTier, opener
+from safe_offload.tiers.process.process_tier import ProcessTier, opener
 
 NUM_SLOTS = 8
 LENGTHS = (4096, 512, 8192)

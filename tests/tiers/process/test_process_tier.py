@@ -19,8 +19,8 @@ from safe_offload.mapped_files import address_of, find_file
 from safe_offload.node.locks import Locks
 from safe_offload.node.pools import open_rank
 from safe_offload.tiers.base import Name, Result
-from safe_offload.tiers.process import tier as process_tier
-from safe_offload.tiers.process.tier import ProcessTier, opener
+from safe_offload.tiers.process import process_tier
+from safe_offload.tiers.process.process_tier import ProcessTier, opener
 from tests import stopping
 from tests.node.engines import pools_in, wanted
 from tests.tiers.process.slots import LENGTHS, NUM_SLOTS, Slots
@@ -81,7 +81,9 @@ async def test_what_it_holds_and_what_it_says_are_told(slots, tmp_path, caplog):
         await tier.spill(names(), range(NUM_SLOTS))
         await wait_until(lambda: tier.used_bytes >= 0)
         assert "is open" in caplog.text
-        assert {record.name for record in caplog.records} >= {"vllm.safe_offload.tiers.files.store"}
+        assert {record.name for record in caplog.records} >= {
+            "vllm.safe_offload.tiers.files.file_store"
+        }
 
 
 async def test_facts_that_were_learned_later_are_written_down(slots, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
-from safe_offload.tiers.process import tier as process_tier
+from safe_offload.tiers.process import process_tier
 from safe_offload.worker.tier_runner import Slots as RunnerSlots
 from safe_offload.worker.tier_runner import TierRunner
 from tests.tiers.process.slots import NUM_SLOTS, Slots

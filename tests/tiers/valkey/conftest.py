@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import tier_at
 from tests.valkey_server import url_config
 

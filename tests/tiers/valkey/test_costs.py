@@ -8,7 +8,7 @@ import time
 import pytest
 
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.replies import REPLY_BYTES_MAX, SCRATCH_BYTES
 from tests.tiers.contract import name_of, slot_of, tier_at

@@ -15,7 +15,7 @@ from safe_offload.config.tiers import DEFAULT_CONNECTIONS, TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import PLAIN
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.replies import WireError
 from safe_offload.tiers.valkey.servers import ConnectionPool, Servers

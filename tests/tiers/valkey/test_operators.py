@@ -10,9 +10,9 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import PlaceError
-from safe_offload.tiers.valkey.log import refusal
 from safe_offload.tiers.valkey.replies import ErrorReply
-from safe_offload.tiers.valkey.store import ValkeyStore
+from safe_offload.tiers.valkey.server_log import refusal
+from safe_offload.tiers.valkey.valkey_store import ValkeyStore
 from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import LOCALHOST, Certificates
 

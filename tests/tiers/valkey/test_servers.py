@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey.servers import NODES_MAX
 from tests.tiers.contract import fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.valkey.scripted_server import Peer, Script, ScriptedServer, reason_of

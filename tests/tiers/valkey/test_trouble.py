@@ -14,7 +14,7 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import description_key, key_of
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey.servers import STALL_S
 from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
 from tests.engine.http_server import hold_port

@@ -26,8 +26,8 @@ from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.files.capacity import USAGE_FILE, Usage
 from safe_offload.tiers.files.directory import NotOursError, open_root
+from safe_offload.tiers.files.file_store import open_ours
 from safe_offload.tiers.files.object_file import takes_direct
-from safe_offload.tiers.files.store import open_ours
 from safe_offload.tiers.naming import NAMESPACE_BYTES, is_namespace_folder
 
 NFS: Final = ("nfs", "nfs4", "cifs", "smb3")

@@ -44,7 +44,7 @@ from safe_offload.tiers.valkey.commands import (
 from safe_offload.tiers.valkey.login import CLIENT_NAME
 from safe_offload.tiers.valkey.replies import ErrorReply
 from safe_offload.tiers.valkey.servers import Node
-from safe_offload.tiers.valkey.store import ValkeyStore
+from safe_offload.tiers.valkey.valkey_store import ValkeyStore
 
 ANSWER_S: Final = 3.0
 TTL_S: Final = 300

@@ -18,7 +18,7 @@ from examples.tiny_models import write_tiny_model
 from safe_offload.compat import engine_config, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
-from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts, namespace_facts_of
+from safe_offload.tiers.namespace.namespace_facts import Doubt, NamespaceFacts, namespace_facts_of
 from tests.fresh_process import run_script
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 

@@ -19,7 +19,7 @@ from safe_offload.tiers.naming import DESCRIPTION_FILE, HEADER_BYTES, descriptio
 from safe_offload.tiers.objects import bucket as objects_bucket
 from safe_offload.tiers.objects.bucket import Problem, open_store, problem_of, shown
 from safe_offload.tiers.objects.search import REQUESTS_MAX
-from safe_offload.tiers.tier import SealedTier
+from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import (
     FACTS,
     PATIENCE_S,

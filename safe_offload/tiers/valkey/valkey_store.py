@@ -47,9 +47,9 @@ from safe_offload.tiers.valkey.commands import (
     SIZE,
     words_of,
 )
-from safe_offload.tiers.valkey.log import ServerLog, refusal
 from safe_offload.tiers.valkey.login import CLIENT_NAME, Login, LoginError, command, explained
 from safe_offload.tiers.valkey.replies import ErrorReply, Line, Misfit, OversizeError, Tree
+from safe_offload.tiers.valkey.server_log import ServerLog, refusal
 from safe_offload.tiers.valkey.servers import Node, Servers, Silence
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
