@@ -1,9 +1,9 @@
 """`SafeCPUOffloadConnector`: vLLM's hooks, one line each, and the frame that contains errors.
 
-vLLM builds the connector twice, and the role is decided once, here: it hands on to a
-`Planner` or to a `WorkerBridge`. An exception from a hook kills the engine or the worker, so
-none leaves this file: it is logged, counted, and the connector switches itself off, so that every
-lookup misses. Bad configuration is the exception: it is an error when the engine starts.
+vLLM creates the connector twice. Here each one gets its role, a `Planner` or a `WorkerBridge`. An
+exception from a hook would kill the engine or the worker, so none leaves this file: it is logged
+and counted, and the connector disables itself, so that every lookup misses. Only a bad
+configuration is an error, when the engine starts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV cache in host memory and brings it back instead of recomputing it.
 
-    Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
+    Its settings are in `kv_connector_extra_config`. Raises ConfigError for an invalid one.
     """
 
     _cache_hit_source = base.HIT_SOURCES.get("")
@@ -120,7 +120,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler = SchedulerSide()
         self.worker = WorkerSide()
         self.side: Side = self.scheduler
-        """Of the two the one that does something: of the connector's role."""
+        """Of the two, the one of this connector's role; the other does nothing."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
         if not engine_config.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
             pass  # and take no memory
@@ -133,7 +133,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._does_more = self._is_watched or self._is_beside_worker
 
     def _prepare_planner(self) -> Callable[[GpuBlocks], Planner]:
-        """Check everything, and return what makes the planner once vLLM has its blocks."""
+        """Check the configuration; return the factory of the planner, called with vLLM's blocks."""
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         config = self._config
         composition = Composition(config, vllm_config, kv_cache_config, self._counters)
@@ -146,13 +146,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return composition.make_planner
 
     def _make_worker(self) -> WorkerSide:
-        # Only a worker may pull in the copying code (tests/test_layering.py).
+        # Only workers import the code that copies (tests/test_layering.py).
         from safe_offload.tiers.namespace.namespace_facts import namespace_facts_of
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
 
         parallel = self._vllm_config.parallel_config
-        # Those that were counted before the engine started may have taken their memory by now.
+        # Ranks counted before the engine started may have allocated their memory by now.
         are_counted = self._config.num_slots is None and engine_config.are_workers_here(parallel)
         opening = Opening(
             config=self._config,
@@ -190,11 +190,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a store that is lost is a cache miss, not a reason to recompute a request."""
+        """Return False: a lost store is a cache miss, no reason to recompute a request."""
         return False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See KVConnectorBase_V1; before this nothing is matched or stored."""
+        """See KVConnectorBase_V1; nothing is matched or stored before this call."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._make_planner is not None:
             self.side = self.scheduler = self._make_planner(GpuBlocks(kv_cache_manager))
@@ -212,7 +212,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See KVConnectorBase_V1; None while another loads the same, or a tier may have more."""
+        """See KVConnectorBase_V1; None while a shared load or a tier lookup is pending."""
         if self._num_model_loads != self.model_loads.count:
             return 0, False  # vLLM has begun to schedule: the reset comes with the plan
         num_tokens = self.scheduler.get_num_new_matched_tokens(
@@ -231,7 +231,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._announce_failure(request)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
-        """See KVConnectorBase_V1 of vLLM 0.32; what a tier brought for this request is its own."""
+        """See KVConnectorBase_V1 of vLLM 0.32; tokens fetched for this request count for a tier."""
         if self._hit_sources:
             return self._hit_sources_of(request, num_external_tokens)
         return {self._cache_hit_source: num_external_tokens}
@@ -247,7 +247,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def _announce_failure(self, request: Request) -> None:
-        """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
+        """Let vLLM recompute a request whose load could not be planned (I7)."""
         self.scheduler.announce_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -288,7 +288,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._watch(connector_output)
 
     def _watch(self, connector_output: KVConnectorOutput) -> None:
-        """Do what only some configurations need after each report of the workers."""
+        """Check invariants and serve metrics, if configured, after a report of the workers."""
         if self._config.verify_invariants:
             self.scheduler.check_invariants()
         if self._served is not None:
@@ -298,7 +298,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See KVConnectorBase_V1; False: no block is kept (I2); and what was pinned."""
+        """See KVConnectorBase_V1; returns False, no block is kept (I2), and the output params."""
         return False, self.scheduler.request_finished(request)
 
     def request_finished_all_groups(
@@ -308,23 +308,23 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping until transfers have settled."""
+        """Return whether the engine must keep stepping until transfers have settled."""
         return self.scheduler.has_pending_push_work()
 
     @contained(lambda: True)
     def reset_cache(self) -> bool:
-        """Forget everything; True, because nothing that was stored can be hit any more."""
+        """Empty the host cache; returns True, because nothing stored earlier can be hit."""
         self.scheduler.reset_cache()
         return True
 
     @contained(lambda: None)
     def weights_changed(self, cause: str) -> None:
-        """The weights of the running engine may be others (see `live_weights`)."""
+        """Reset the cache: the weights of the running engine may have changed (`live_weights`)."""
         self._num_model_loads = self.model_loads.count
         self.scheduler.reset_cache(cause)
 
     def _model_has_loaded(self) -> None:
-        self.weights_changed("the model was told to load weights")
+        self.weights_changed("the model has loaded weights")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self._events
@@ -338,11 +338,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @telling
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See KVConnectorBase_V1; raises ConfigError, since the engine is only starting."""
+        """See KVConnectorBase_V1; raises ConfigError, as the engine is still starting."""
         self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Before vLLM 0.33 sleeps; raises TransferError if a copy would touch what is gone then."""
+        """Prepare for sleep (vLLM 0.33); raises TransferError if a copy is still running."""
         self.worker.unregister_kv_caches()
 
     @contained(lambda: None)
@@ -351,10 +351,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def get_handshake_metadata(self) -> None:
-        """There is none. vLLM asks for it when it has captured its graphs.
+        """Return None. vLLM calls this after it has captured its graphs, so the engine is idle.
 
-        An engine that may sleep before its first step tells nothing of that (0.32), so it counts as
-        busy. Source: `EngineCore.__init__` in vllm/v1/engine/core.py (0.32.0).
+        Nothing signals that an engine sleeps before its first step (0.32), so an engine that may
+        sleep counts as busy. Source: `EngineCore.__init__` in vllm/v1/engine/core.py (0.32.0).
         """
         if not self._vllm_config.model_config.enable_sleep_mode:
             self.worker.engine_has_started()
@@ -375,21 +375,21 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, a request is not scheduled before its load ends."""
+        """Do nothing: loads are asynchronous; a request is not scheduled before its load ends."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: stores are of whole blocks, after the forward."""
+        """Do nothing: whole blocks are stored after the forward pass."""
 
     @contained(lambda: None)
     def wait_for_save(self) -> None:
-        """See KVConnectorBase_V1; starts the stores, waits for nothing."""
+        """See KVConnectorBase_V1; starts the stores and does not wait."""
         self.worker.wait_for_save()
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See KVConnectorBase_V1; only loads that failed are named (see `scheduler.loads`)."""
+        """See KVConnectorBase_V1; names failed loads only (see `scheduler.loads`)."""
         failed = set(self.worker.get_transfer_results())
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
 
@@ -404,7 +404,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def shutdown(self) -> None:
-        """End the worker's thread and free its memory; a second call does nothing."""
+        """Stop the worker's thread and free its memory; a second call does nothing."""
         self.worker.shutdown()
         self.scheduler.shutdown()
         if self._served is not None:
@@ -414,7 +414,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        """Return counts since the last call and the state of the host pool, if either changed."""
+        """Return counts since the last call and gauges, if any changed."""
         return self._stats.take(self.side)
 
     @classmethod

@@ -1,32 +1,31 @@
-"""Every error that safe_offload raises on purpose.
+"""The exceptions of safe_offload.
 
-A message says what was expected, what was found, and how to fix it. Nothing is imported here, so
-that every other module may import this one.
+A message says what was expected, what was found, and how to fix it.
 """
 
 
 class SafeOffloadError(Exception):
-    """Anything that safe_offload itself reports as wrong."""
+    """Base class of all exceptions of safe_offload."""
 
 
 class ConfigError(SafeOffloadError, ValueError):
-    """A setting that cannot be used; raised while the engine starts, never later.
+    """An invalid setting; raised while the engine starts, never later.
 
-    It is a `ValueError` too, because vLLM expects that of a bad setting.
+    Also a `ValueError`, which vLLM expects for an invalid setting.
     """
 
 
 class ProtocolError(SafeOffloadError):
-    """The two processes, or vLLM and the connector, disagree about what a message means."""
+    """A malformed message between the two roles, or between vLLM and the connector."""
 
 
 class TransferError(SafeOffloadError):
-    """A copy between device and host that did not deliver the right bytes.
+    """A failed copy between device and host.
 
-    Its transfer catches it and fails with `reason`, and the tokens are recomputed (I6, I7).
+    The transfer fails with `reason`, and the tokens are recomputed (I6, I7).
 
     Args:
-        reason: why, as a member of an enum (`FailureReason` in protocol.py) or its name.
+        reason: a member of `FailureReason` (protocol.py), or its name.
         detail: what was expected and what was found.
     """
 
@@ -42,23 +41,23 @@ class TransferError(SafeOffloadError):
 
 
 class DeviceError(SafeOffloadError):
-    """A call that the driver of a GPU refused."""
+    """A failed call of the GPU driver."""
 
 
 class CaptureError(DeviceError):
-    """A call that the driver refused because a CUDA graph is being captured; it may work later."""
+    """A driver call that failed because a CUDA graph is being captured; it may be retried."""
 
 
 class SharingError(SafeOffloadError):
-    """Ranks that hold the same KV cache cannot keep one copy of it; each keeps one of its own."""
+    """Ranks with the same KV cache cannot share one host copy; each keeps its own."""
 
 
 class StalledError(SafeOffloadError):
-    """Another process holds what is waited for, and does not go on: it may have been stopped."""
+    """A lock of a shared pool stays held: the other process may have been stopped."""
 
 
 class InvariantError(SafeOffloadError):
-    """One of the promises "I1" to "I14" does not hold: a defect of safe_offload itself."""
+    """A violated guarantee, "I1" to "I15": a bug in safe_offload itself."""
 
     def __init__(self, invariant: str, detail: str) -> None:
         super().__init__(invariant, detail)

@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.31, 0.32 and 0.33, by subject, and what is wrapped around its calls.
+"""Differences between vLLM 0.31, 0.32 and 0.33, by subject, and wrappers of vLLM's methods.
 
-Imports config and layout. Doors: `base`, `specs` and all others; the rest of us is for any vLLM.
+Imports config and layout. Doors: `base`, `specs`, all others; the rest fits any vLLM.
 """

@@ -1,4 +1,4 @@
-"""The base classes of a connector and of its messages, and what is a fixed word of vLLM's."""
+"""vLLM's base classes of a connector and of its messages, and its names for hit sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
 
     HIT_SOURCES: Any = {"": CacheHitSource.HOST, "file": CacheHitSource.DISK}
     OTHER_HIT_SOURCE: Any = CacheHitSource.EXTERNAL_UNSPECIFIED
-except ImportError:  # vLLM 0.31 does not tell the tiers of a hit apart
+except ImportError:  # vLLM 0.31 does not distinguish hit sources
     HIT_SOURCES, OTHER_HIT_SOURCE = {}, None
 
 __all__ = [

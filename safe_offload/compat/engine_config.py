@@ -1,6 +1,6 @@
-"""What an engine's configuration says: ranks, steps, hashes, what cannot be used with us.
+"""Facts of an engine's configuration: ranks, steps, hashes, unsupported combinations.
 
-Also what gives the bytes of a block their meaning, for the namespace of tiers.
+Also the facts per layer that belong to the namespace of tiers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise a ConfigError where memory would be taken for nothing, or blocks be mistaken."""
+    """Raise a ConfigError for a combination that cannot work."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
@@ -49,14 +49,15 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> None:
-    """Raise a ConfigError where a hit would need routed experts that vLLM keeps no more.
+    """Raise a ConfigError where a hit would need routed experts that vLLM has dropped.
 
-    vLLM keeps those of as many blocks as it is told to, by itself those of the GPU's. A hit beyond
-    them ends the engine with a BlockObjectStoreError, up to 0.32; 0.33 has `cap_external_hit`.
+    vLLM keeps routed experts for a limited number of blocks, by default as many as the GPU has. Up
+    to 0.32, a hit beyond them ends the engine with a BlockObjectStoreError; 0.33 has
+    `cap_external_hit`.
 
     Args:
         vllm_config: of the engine.
-        has_others_blocks: another engine may have computed what is hit.
+        has_others_blocks: another engine may have computed the blocks of a hit.
     """
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
@@ -76,7 +77,7 @@ def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> 
 
 
 def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
-    """Return whether anything could be hit; `tell` logs why not, which one process should."""
+    """Return whether a hit is possible; with `tell`, which one process sets, log why not."""
     if not vllm_config.cache_config.enable_prefix_caching:
         if tell:
             logger.warning(
@@ -89,8 +90,8 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
         and vllm_config.speculative_config is not None
     )
     if has_late_counts and specs.state_group_ids(kv_cache_config):
-        # A boundary's state is written when it is known how many drafts were accepted. Earlier
-        # stages learn that some steps later, after the store. Source: vLLM 0.32.0, v1/worker/gpu,
+        # The state of a boundary is written once the number of accepted drafts is known. Earlier
+        # stages learn it some steps later, after the store. Source: vLLM 0.32.0, v1/worker/gpu,
         # MambaHybridModelState.postprocess_state and PPHandler.
         if tell:
             logger.warning(
@@ -103,7 +104,7 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
 
 
 def require_shared_hashes(vllm_config: VllmConfig, where: str = '"tiers"') -> None:
-    """Raise a ConfigError if no other process would find blocks in a tier, or a shared pool."""
+    """Raise a ConfigError if block hashes are not the same in all processes."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     problem = hash_problem(algorithm, has_seed=has_hash_seed(algorithm))
     if problem is not None:
@@ -115,7 +116,7 @@ def require_shared_hashes(vllm_config: VllmConfig, where: str = '"tiers"') -> No
 
 
 def refuse_sharing(vllm_config: VllmConfig) -> None:
-    """Raise a ConfigError if the host cache of this engine cannot be that of others, too."""
+    """Raise a ConfigError if this engine cannot share its host cache with others."""
     parallel = vllm_config.parallel_config
     problems = {
         "pipeline parallelism": (
@@ -136,7 +137,7 @@ def refuse_sharing(vllm_config: VllmConfig) -> None:
 
 
 def has_hash_seed(algorithm: str) -> bool:
-    """Return whether the hashes of all processes begin with the same seed.
+    """Return whether the hashes of all processes start from the same seed.
 
     Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, resolve_none_hash_seed; 0.31 has no default.
     """
@@ -146,18 +147,18 @@ def has_hash_seed(algorithm: str) -> bool:
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
-    """Return whether workers run vLLM's Model Runner V2; True, the safe answer, if unknown."""
+    """Return whether workers run vLLM's Model Runner V2; True, the safe default, if unknown."""
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
 
 
 def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
-    """Return how many tokens a request may compute in a step once its prompt is computed."""
+    """Return the maximum number of tokens per step of a request that decodes."""
     speculative = vllm_config.speculative_config
     return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
 
 
 def num_steps_in_flight(vllm_config: VllmConfig) -> int:
-    """Return how many steps a busy engine has in flight.
+    """Return the number of steps that a busy engine has in flight.
 
     Source: vLLM 0.32.0, `max_concurrent_batches` of v1/executor.
     """
@@ -168,9 +169,9 @@ def num_steps_in_flight(vllm_config: VllmConfig) -> int:
 
 
 def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Return how many consecutive ranks hold the same KV cache on one machine.
+    """Return the number of consecutive ranks on one machine that hold the same KV cache.
 
-    Only the executor "mp" says which ranks are on one machine: `local_world_size` in a row.
+    Only the executor "mp" determines which ranks share a machine: `local_world_size` in a row.
     Source: vLLM 0.32.0, v1/executor/multiproc_executor.py.
     """
     parallel = vllm_config.parallel_config
@@ -185,13 +186,13 @@ def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
 
 
 def are_workers_here(parallel: Any) -> bool:
-    """Return whether the engine's workers take memory of this machine: Ray's may be elsewhere."""
+    """Return whether the engine's workers run on this machine; Ray's may run elsewhere."""
     is_here = parallel.distributed_executor_backend in ("mp", "uni")
     return is_here and int(parallel.data_parallel_size_local) > 0
 
 
 def is_worker_beside_scheduler(parallel: Any) -> bool:
-    """Return whether the only worker runs in the scheduler's process, on the same thread.
+    """Return whether the only worker runs on the scheduler's thread.
 
     Source: vLLM 0.32.0, v1/executor/uniproc_executor.py.
     """
@@ -199,7 +200,7 @@ def is_worker_beside_scheduler(parallel: Any) -> bool:
 
 
 def num_ranks_on_host(parallel: Any) -> int:
-    """Return how many workers take memory of this machine, of all data-parallel engines on it."""
+    """Return the number of workers on this machine, of all data-parallel engines."""
     num_ranks = getattr(parallel, "local_world_size", parallel.world_size)
     return int(num_ranks) * max(1, int(parallel.data_parallel_size_local))
 
@@ -210,12 +211,12 @@ def variable_names() -> tuple[str, ...]:
 
 
 def cache_root() -> str:
-    """Return the folder where vLLM keeps what it makes and needs again."""
+    """Return vLLM's cache folder."""
     return str(envs.VLLM_CACHE_ROOT)
 
 
 def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str, str]:
-    """Return by layer how attention keeps its keys and values; the model must have been loaded.
+    """Return by layer the format of its keys and values; requires a loaded model.
 
     Some CPUs have layouts of their own (vLLM 0.32.0, v1/attention/backends/cpu_attn.py, `isa`).
     """
@@ -224,8 +225,8 @@ def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str
     for name in layer_names:
         layer = layers.get(name)
         backend = getattr(layer, "attn_backend", None)
-        told = [type(layer).__name__, "" if backend is None else f"{backend.get_name()}"]
+        words = [type(layer).__name__, "" if backend is None else f"{backend.get_name()}"]
         for field in ("kv_cache_dtype", "_k_scale_float", "_v_scale_float", "isa"):
-            told.append(f"{getattr(layer, field, '')}")
-        facts[name] = " ".join(told)
+            words.append(f"{getattr(layer, field, '')}")
+        facts[name] = " ".join(words)
     return facts

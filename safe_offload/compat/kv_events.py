@@ -1,4 +1,4 @@
-"""vLLM's KV events for blocks in this host's memory."""
+"""vLLM's KV events for blocks in host memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 EVENT_MEDIUM, EVENT_LOCALITY = "CPU", "LOCAL"
-"""Of a KV event: in what the blocks are, and whether that is on the publisher's own machine."""
+"""Fields of a KV event: the kind of memory, and that it is on the publisher's machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventGroup:
-    """What KV events say of a KV cache group; sizes in tokens, `kind` of attention as vLLM's."""
+    """A KV cache group as KV events describe it: sizes in tokens, vLLM's kind of attention."""
 
     index: int
     block_size: int
@@ -28,13 +28,13 @@ class EventGroup:
 
 
 def publishes_kv_events(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM is to publish KV events."""
+    """Return whether vLLM is configured to publish KV events."""
     config = vllm_config.kv_events_config
     return config is not None and bool(config.enable_kv_cache_events)
 
 
 def event_endpoint(vllm_config: VllmConfig) -> str | None:
-    """Return where vLLM publishes KV events, its own of the GPU's cache too."""
+    """Return the endpoint where vLLM publishes KV events; None if it publishes none."""
     config = vllm_config.kv_events_config
     is_published = publishes_kv_events(vllm_config) and config.publisher != "null"
     return str(config.endpoint) if is_published else None
@@ -43,7 +43,7 @@ def event_endpoint(vllm_config: VllmConfig) -> str | None:
 def event_groups(
     kv_cache_config: KVCacheConfig, block_sizes: Sequence[int]
 ) -> tuple[EventGroup, ...]:
-    """Return what KV events say of each KV cache group; `block_sizes` in tokens."""
+    """Return the description of each KV cache group; `block_sizes` in tokens."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return tuple(
         EventGroup(
@@ -57,7 +57,7 @@ def event_groups(
 
 
 def block_stored(group: EventGroup, **fields: Any) -> BlockStored:
-    """Return vLLM's event for blocks that can be hit in this host's memory from now on.
+    """Return vLLM's event for blocks that can be hit in host memory from now on.
 
     Source: vLLM 0.31 to 0.33, SimpleCPUOffloadScheduler._process_store_completion.
     """
@@ -72,7 +72,7 @@ def block_stored(group: EventGroup, **fields: Any) -> BlockStored:
 
 
 def block_removed(group: EventGroup, block_hashes: list[bytes | int]) -> BlockRemoved:
-    """Return vLLM's event for blocks that can no longer be hit in this host's memory."""
+    """Return vLLM's event for blocks that can no longer be hit in host memory."""
     return BlockRemoved(
         block_hashes=block_hashes,
         medium=EVENT_MEDIUM,

@@ -1,10 +1,10 @@
-"""Notices that the weights of a running engine may have changed, which vLLM tells no connector.
+"""Detects that the weights of a running engine may have changed; vLLM does not notify connectors.
 
-Each of vLLM's ways to change them is a call of EngineCore between two steps, in the process of its
-scheduler and in its one thread. So the calls are wrapped there, in engines of this connector only,
-and the caches are reset before anything else is scheduled. docs/guides/resets.md lists them. A
-trainer in the process of the engine may load into the model itself: such loads are counted, and the
-connector compares their number before it plans a step and before it publishes what one has stored.
+Weights are changed by calls of EngineCore between two steps, on the scheduler's thread. These calls
+are wrapped, for engines with this connector only, and the caches are reset before anything else is
+scheduled. docs/guides/resets.md lists the calls. A trainer in the engine's process may load weights
+into the model directly: such loads are counted, and the connector compares the count before it
+plans a step and before it publishes stores.
 
 Source: vLLM 0.31 to 0.33, v1/engine/core.py; their v1/worker/gpu_worker.py for the methods.
 """
@@ -33,35 +33,35 @@ _KEEPS_WEIGHTS: Final = frozenset(
         *("start_probe", "take_probe", "thread_names"),  # of our own benchmarks
     }
 )
-"""Methods of a worker that leave its weights alone. Any other may change them."""
+"""Methods of a worker that do not change its weights; any other method may."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Adapters:
-    """Which LoRA adapters an engine has seen, to tell when one may have other content.
+    """The LoRA adapters that an engine has seen, to detect one whose content may have changed.
 
-    vLLM knows an adapter by its name and its path (0.31 to 0.33, `_gen_lora_extra_hash_keys`).
-    Requests that ask for a load in place have it read again for each step that they are in, without
-    a call: there its files tell, by what an editor cannot keep.
+    vLLM identifies an adapter by name and path (0.31 to 0.33, `_gen_lora_extra_hash_keys`). For
+    requests with `load_inplace`, it reads the adapter again in each of their steps, without a call:
+    then the files are compared by inode, size and times.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], object] = {}
 
     def loads(self, adapter: Any) -> bool:
-        """vLLM is about to read an adapter; return whether it was in use before."""
-        return self._note(adapter, _state_of(adapter.lora_path)) is not None
+        """Record that vLLM is about to read an adapter; return whether it was in use before."""
+        return self._exchange(adapter, _state_of(adapter.lora_path)) is not None
 
     def is_other(self, adapter: Any, request_id: str) -> bool:
-        """Return whether a new request finds its adapter changed."""
+        """Return whether the adapter of a new request has changed."""
         if not adapter.load_inplace:
             self._seen.setdefault((adapter.lora_name, adapter.lora_path), ())
             return False
-        state = _state_of(adapter.lora_path) or request_id  # what cannot be read is never the same
-        return self._note(adapter, state) not in (None, state)
+        state = _state_of(adapter.lora_path) or request_id  # unreadable files count as changed
+        return self._exchange(adapter, state) not in (None, state)
 
-    def _note(self, adapter: Any, state: object) -> object:
+    def _exchange(self, adapter: Any, state: object) -> object:
         key = adapter.lora_name, adapter.lora_path
         before = self._seen.get(key)
         self._seen[key] = state
@@ -69,7 +69,7 @@ class Adapters:
 
 
 def _state_of(path: str) -> tuple[object, ...]:
-    """Return what differs once a file of a folder was written; nothing if it is no folder."""
+    """Return the metadata of a folder's files, which any write changes; empty if unreadable."""
     try:
         found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
     except OSError:
@@ -78,10 +78,10 @@ def _state_of(path: str) -> tuple[object, ...]:
 
 
 class ModelLoads:
-    """Counts when weights are loaded into a model of this process; there is one of it.
+    """Counts weight loads into the models of this process; a singleton.
 
     Attributes:
-        count: beginnings and ends: another thread may step the engine meanwhile.
+        count: of starts and ends of loads, as another thread may step the engine meanwhile.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class ModelLoads:
         self.count = 0
 
     def watch(self) -> None:
-        """Wrap the loading of each class of models that this process has by now.
+        """Wrap `load_weights` of each model class that this process has imported.
 
         Source: vLLM 0.31 to 0.33, get_model_architecture of model_executor/model_loader/utils.py.
         """
@@ -109,9 +109,9 @@ MODEL_LOADS: Final = ModelLoads()
 
 
 def watch() -> None:
-    """Wrap the calls of EngineCore after which weights may be others; a second call does nothing.
+    """Wrap the calls of EngineCore that may change weights; a second call does nothing.
 
-    A call stays as it is for an engine that has no connector of ours.
+    For an engine without this connector, a call is unchanged.
     """
     MODEL_LOADS.watch()
     from vllm.v1.engine.core import EngineCore
@@ -137,7 +137,7 @@ def _watched(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Make a call, and reset what is ours when it has ended, well or not."""
+    """Make a call, then reset the caches of this connector, even if the call failed."""
     connectors = _connectors_of(engine_core)
     subject = args[0] if args else kwargs.get(argument)
     causes = [cause_of(connector, subject) for connector in connectors]
@@ -152,16 +152,16 @@ def _watched(
 
 
 def _connectors_of(engine_core: Any) -> list[Any]:
-    """Return those of ours that an engine has: one, none, or some under a MultiConnector."""
+    """Return the engine's connectors of this class: none, one, or several in a MultiConnector."""
     connector = getattr(getattr(engine_core, "scheduler", None), "connector", None)
     children = getattr(connector, "sub_connectors", [connector])
     return [child for child in children if hasattr(child, "weights_changed")]
 
 
 def _try_to_forget_embeddings(engine_core: Any) -> None:
-    """KV cache computed from what an encoder made of images before is wrong, and would be stored.
+    """Reset the encoder cache: its embeddings depend on the old weights, and so would KV cache.
 
-    vLLM itself forgets it in some of these calls, and only in its workers.
+    vLLM does this itself in some of these calls only, and only in its workers.
     """
     try:
         config = engine_core.vllm_config.model_config
@@ -194,4 +194,4 @@ _CALLS: Final[dict[str, tuple[str, Callable[[Any, Any], str | None]]]] = {
     ),
     "sleep": ("level", _cause_of_sleep),
 }
-"""Calls of EngineCore; of each the argument that tells, and why weights may be others after it."""
+"""Calls of EngineCore, each with its decisive argument and the cause of a reset, if any."""

@@ -1,9 +1,9 @@
-"""Which ids of images, audio and video vLLM has made of their content, and which a client chose.
+"""Distinguishes ids of media that vLLM computed from content from ids that a client chose.
 
-Block hashes are made of such ids. A client may send one of its own (`uuid` of a content part,
-`multi_modal_uuids`, `mm_hashes` of what was rendered elsewhere) and let it look like a hash. So the
-process that takes requests notes which ids vLLM has made of content alone, and puts a word before
-each other that looks like one. From then on an id tells what it is.
+Block hashes include the ids of images, audio and video. A client may choose an id (`uuid` of a
+content part, `multi_modal_uuids`, `mm_hashes` of rendered prompts) that looks like a hash. The API
+server's process therefore marks the ids that vLLM computes from content, and prefixes every other
+id that looks like one.
 
 Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
 """
@@ -26,36 +26,36 @@ _REQUESTS: Final = "process_inputs"
 
 
 class ContentId(str):
-    """An id that vLLM has made of the content, within the process that takes requests."""
+    """An id that vLLM computed from the content, within the API server's process."""
 
     __slots__ = ()
 
 
 def tells_content(identifier: str) -> bool:
-    """Return whether an id, as it reaches the engine, was made of the content."""
+    """Return whether an id, as it reaches the engine, was computed from the content."""
     return _CONTENT.fullmatch(identifier) is not None
 
 
 def wrap_hashes(inputs_class: Any) -> None:
-    """Let vLLM's ProcessorInputs tell which ids it has made of content."""
+    """Let vLLM's ProcessorInputs mark the ids that it computes from content."""
 
     def around(get: Callable[..., Any], inputs: Any, /, *args: Any, **kwargs: Any) -> Any:
         found: Mapping[str, list[str]] = get(inputs, *args, **kwargs)
         given = inputs.mm_uuid_items or {}
-        told = {}
+        marked = {}
         for modality, ids in found.items():
             chosen = given.get(modality) or [None] * len(ids)
             pairs = zip(ids, chosen, strict=True)
-            told[modality] = [ContentId(i) if own is None else i for i, own in pairs]
-        return told
+            marked[modality] = [ContentId(i) if own is None else i for i, own in pairs]
+        return marked
 
     wrap(inputs_class, _HASHES, around)
 
 
 def wrap_requests(processor_class: Any) -> None:
-    """Let vLLM's InputProcessor give the engine no chosen id that looks like one of content.
+    """Let vLLM's InputProcessor prefix chosen ids that look like computed ones.
 
-    Where encoders run elsewhere (`ec_transfer_config`), ids stay as both sides know them.
+    Where encoders run elsewhere (`ec_transfer_config`), ids stay as they are on both sides.
     """
 
     def around(process: Callable[..., Any], processor: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def wrap_requests(processor_class: Any) -> None:
         for feature in request.mm_features or ():
             i = feature.identifier
             is_false = is_alone and tells_content(i) and not isinstance(i, ContentId)
-            # Plain strings again: vLLM's messages take no others.
+            # Plain strings again: vLLM's messages do not accept subclasses.
             feature.identifier = CHOSEN + i if is_false else str(i)
             feature.mm_hash = feature.mm_hash and str(feature.mm_hash)
         return request
@@ -73,7 +73,7 @@ def wrap_requests(processor_class: Any) -> None:
 
 
 def tells_media_ids(vllm_config: VllmConfig) -> bool:
-    """Return whether ids of media in requests say what they are."""
+    """Return whether `tells_content` can be trusted for the requests of this engine."""
     if vllm_config.ec_transfer_config is not None:
         return False
     if not vllm_config.model_config.is_multimodal_model:
@@ -81,6 +81,6 @@ def tells_media_ids(vllm_config: VllmConfig) -> bool:
     from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
 
-    # In this process, and so where requests come: all processes of an engine load the same plugins.
+    # Wrapped here, hence in the API server too: all processes of an engine load the same plugins.
     methods = (ProcessorInputs, _HASHES), (InputProcessor, _REQUESTS)
     return all(is_wrapped(*method) for method in methods)

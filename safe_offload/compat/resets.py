@@ -1,10 +1,10 @@
-"""Lets vLLM reset its prefix cache although requests wait for loads.
+"""Lets vLLM reset its prefix cache while requests wait for loads.
 
-A reset that preempts what runs (`reset_running_requests`, a pause that keeps requests) fails if a
-request waits for a load, since vLLM preempts only what runs, and while steps are in flight, since
-with a connector what they use is freed when they have ended. So before vLLM looks, the engine is
-stepped, with nothing new scheduled, until both have ended, and requests that waited give their
-blocks back, as after a load that failed as a whole.
+A reset that preempts running requests (`reset_running_requests`, a pause that keeps requests) fails
+while a request waits for a load, because vLLM preempts running requests only, and while steps are
+in flight, because with a connector their blocks are freed when they end. So the engine is first
+stepped, with nothing new scheduled, until both have ended. Then requests that waited release their
+blocks, as after a failed load.
 
 Source: vLLM 0.31 to 0.33, EngineCore.reset_prefix_cache of v1/engine/core.py;
 Scheduler._handle_blocked_waiting_request and _update_waiting_for_remote_kv of v1/core/sched.
@@ -20,13 +20,13 @@ from typing import Any, Final
 from safe_offload.compat.wrapping import wrap
 
 SETTLES_WITHIN_S: Final = 30.0
-"""If a load or a step takes longer, vLLM refuses the reset."""
+"""After this time, vLLM refuses the reset."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def allow_resets_under_loads() -> None:
-    """Wrap what resets vLLM's prefix cache; a second call does nothing."""
+    """Wrap `reset_prefix_cache` of vLLM; a second call does nothing."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -51,7 +51,7 @@ def _when_settled(
 
 
 def _settle(engine_core: Any) -> None:
-    """Step the engine until no load and no step of it is in flight."""
+    """Step the engine until no load and no step is in flight."""
     step = getattr(engine_core, "_process_engine_step", None)
     scheduler = engine_core.scheduler
     if step is None or scheduler.connector is None or not _is_in_flight(engine_core):
@@ -61,7 +61,7 @@ def _settle(engine_core: Any) -> None:
     try:
         while _is_in_flight(engine_core) and monotonic() < deadline_s:
             if not (engine_core.batch_queue or scheduler.has_requests()):
-                break  # the load is another connector's, which does not say that it needs steps
+                break  # the load is another connector's, which does not request steps
             step()
     finally:
         scheduler.set_pause_state(state)
@@ -91,7 +91,7 @@ def _after_release(
 
 
 def _release(scheduler: Any, request: Any) -> None:
-    """Take the blocks of a request that waits, unless something is being loaded into them."""
+    """Free the blocks of a waiting request, unless something is being loaded into them."""
     if request.status.name == "WAITING_FOR_REMOTE_KVS":
         if request.request_id not in scheduler.finished_recving_kv_req_ids:
             return
@@ -103,7 +103,7 @@ def _release(scheduler: Any, request: Any) -> None:
         request.num_computed_tokens = 0
     else:
         return
-    scheduler._inflight_prefills.discard(request)  # else blocks stay reserved for it
+    scheduler._inflight_prefills.discard(request)  # otherwise blocks stay reserved for it
     scheduler.kv_holding_waiting.remove_request(request)
     scheduler.deferred_waiting.discard(request)
     scheduler.waiting.prepend_request(request)

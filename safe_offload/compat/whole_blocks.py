@@ -1,11 +1,11 @@
-"""Asking vLLM for a KV cache in which a block lies in one piece, not in one for each layer.
+"""Requests a KV cache layout from vLLM in which each block is contiguous over all layers.
 
-vLLM names a layout by its dimensions, the outermost first: in LBNHC each layer (L) has a region in
-which its blocks (B) follow one another, in BLNHC all layers of a block lie side by side. Workers
-tell which ones their attention backends can read, the preferred first, and vLLM takes the first
-that all of them can read. So the wish goes there. A connector may also name a layout itself
-(`get_required_kvcache_layout`), but it is asked without being told which ones there are: vLLM warns
-of one that cannot be had, and MultiConnector refuses two.
+vLLM names a layout by its dimensions, the outermost first: in LBNHC each layer (L) has a region of
+consecutive blocks (B), in BLNHC the layers of a block are adjacent. Workers list the layouts that
+their attention backends support, in order of preference, and vLLM takes the first that all support.
+So this order is changed. A connector may also require a layout (`get_required_kvcache_layout`), but
+without knowing the supported ones: vLLM warns of an unsupported one, and MultiConnector refuses
+two.
 
 Source: vLLM 0.31 to 0.33, v1/attention/backends/utils.py, resolve_kv_cache_layout.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def wrap_worker(worker_class: Any) -> None:
-    """Let vLLM's workers name layouts with blocks in one piece first, if a setting asks for it."""
+    """Let vLLM's workers prefer layouts with contiguous blocks, if configured."""
 
     def around(supported: Callable[[Any], list[str]], worker: Any) -> list[str]:
         layouts = supported(worker)
@@ -55,13 +55,13 @@ def _in_order(vllm_config: Any, layouts: list[str]) -> list[str]:
 
 
 def _reads_whole_blocks(vllm_config: VllmConfig) -> bool:
-    """Return whether the attention of a loaded model takes blocks that lie in one piece.
+    """Return whether the attention backends of a loaded model support contiguous blocks.
 
-    A backend that names no layouts claims all, and yet some cannot read these (CPU_MLA, AMX_MLA and
-    ROCM_AITER_MLA of vLLM 0.32.0 view the blocks of a layer as one array): of such backends only
-    those are believed that were found to go by strides. States lie beside each other in any layout.
-    No block may be one that vLLM splits for a kernel, which it refuses to do with these. All pages
-    are of one size, or else the layout would change which layers form a KV cache group.
+    A backend that lists no layouts claims to support all, but some do not (CPU_MLA, AMX_MLA and
+    ROCM_AITER_MLA of vLLM 0.32.0 view the blocks of a layer as one array). Of these backends, only
+    those known to honour strides count. Mamba states are adjacent in any layout. vLLM refuses to
+    split such blocks for a kernel, so none may need that. All pages must have one size; otherwise
+    the layout would change the KV cache groups.
     """
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -89,14 +89,14 @@ def _reads_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def kv_cache_layout(vllm_config: VllmConfig) -> str:
-    """Return vLLM's name for the order of the KV cache; empty while it is not known."""
+    """Return vLLM's name of the KV cache layout; empty while unknown."""
     return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
 
 
 def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
-    """Give an engine that is not started a KV cache layout, where vLLM asks for one.
+    """Set a KV cache layout for a configuration without workers, if vLLM has that field.
 
-    The bytes of a block are the same in all of them. Source: vLLM 0.31 to 0.33, EngineCore, which
+    The bytes of a block are the same in all layouts. Source: vLLM 0.31 to 0.33, EngineCore, which
     asks its workers.
     """
     cache_config = vllm_config.cache_config

@@ -1,4 +1,4 @@
-"""Putting something around a method of vLLM's, once, and perhaps not before it is imported."""
+"""Wraps methods of vLLM's classes, once, now or when their module is imported."""
 
 import functools
 import importlib.util
@@ -16,9 +16,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let `around` be called for a method, with the method itself before its arguments.
+    """Replace a method by `around`, which gets the original method before the arguments.
 
-    Nothing happens if that was done before.
+    A second call does nothing.
     """
     original = getattr(owner, name)
     if not is_wrapped(owner, name):
@@ -32,12 +32,12 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def is_wrapped(owner: Any, name: str) -> bool:
-    """Return whether `wrap` was called for a method."""
+    """Return whether `wrap` has replaced a method."""
     return hasattr(getattr(owner, name), _MARK)
 
 
 def when_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Change a module now or as soon as it is imported; never raises."""
+    """Call `change` with a module, now or as soon as it is imported; never raises."""
     if name in sys.modules:
         _try(change, sys.modules[name])
     elif not any(isinstance(f, _ChangeWhenImported) and f.name == name for f in sys.meta_path):
@@ -45,7 +45,7 @@ def when_imported(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _ChangeWhenImported(MetaPathFinder):
-    """Changes a module when it has been executed; the first search removes it."""
+    """A finder that changes one module after its execution, and then removes itself."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class _ChangeWhenImported(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Let the other finders find the module, and change it after it is loaded."""
+        """Return the spec of the other finders, whose loader then also changes the module."""
         if fullname != self.name:
             return None
         try:
@@ -80,6 +80,6 @@ def _try(change: Callable[[Any], None], module: ModuleType) -> None:
     try:
         change(module)
     except Exception:
-        # Of KVTransferConfig, `plugin.register` meets the same failure and reports it. Without the
-        # others, media stay out of tiers, and the KV cache layout is left to vLLM.
+        # `plugin.register` reports the same failure of KVTransferConfig. Without the other wrappers
+        # media stay out of tiers, and vLLM chooses the KV cache layout.
         logger.debug("A class of vLLM is not wrapped: %s", module, exc_info=True)

@@ -1,4 +1,4 @@
-"""What an operator sees: counters, vLLM's connector statistics, Prometheus metrics.
+"""Metrics: counters and histograms, vLLM's connector statistics, Prometheus.
 
 Imports config, protocol and sides. Doors: `counters.Counters`, `metrics.OffloadStats`.
 """
