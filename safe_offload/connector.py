@@ -38,7 +38,6 @@ from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.planner import Planner
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
-from safe_offload.start.last_words import telling
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +81,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = base.HIT_SOURCES.get("")
 
-    @telling
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -336,7 +334,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker side ---------------------------------------------------------------------------
 
-    @telling
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See KVConnectorBase_V1; raises ConfigError, as the engine is still starting."""
         self.worker.register_kv_caches(kv_caches)

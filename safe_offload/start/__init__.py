@@ -1,4 +1,4 @@
-"""What runs before an engine does: registers with vLLM, checks, advises, repeats a refusal last.
+"""What runs before an engine does: registers with vLLM, checks, advises.
 
 Imports config, compat, and of the worker its memory limits. Door: `plugin`, which stays light.
 """

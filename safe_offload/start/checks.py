@@ -16,12 +16,15 @@ from safe_offload.config.tiers import SHARED_HASH
 from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of
 from safe_offload.config.units import GIB
 from safe_offload.errors import ConfigError
-from safe_offload.start import last_words
 
 _RUST: Final = "VLLM_USE_RUST_FRONTEND"
 _EXTRA_KEY: Final = "kv_connector_extra_config"
 DEFAULT_HASH: Final = "sha256"
 """As safe as the one that takes its place: both end in SHA-256."""
+
+CHECKED: Final = "SAFE_OFFLOAD_CHECKED"
+"""The variable of the environment that names the process which has checked the start; the processes
+that it starts inherit it."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -58,7 +61,7 @@ def take_offloading_size(arguments: Any) -> None:
 
 
 def prepare_start(config: Any) -> None:
-    """Settle hashes, refuse a host pool that is too large, listen for what the engine refuses.
+    """Settle hashes; refuse a host pool, ports and directories that cannot be used.
 
     `config` is vLLM's VllmConfig.
     """
@@ -66,20 +69,20 @@ def prepare_start(config: Any) -> None:
     if any(_settings(written).uses_blocks_of_others for written in ours):
         _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
-    if not ours or last_words.is_another_listening():
+    if not ours or _is_checked_by_another():
         return
     if config.cache_config.enable_prefix_caching:
         for written in ours:
             _require_memory(written, config.parallel_config)
             _require_ports(written, config.parallel_config)
             _require_directories(written, config.parallel_config)
-    last_words.listen()
+    os.environ[CHECKED] = str(os.getpid())
 
 
 def tell_of_lost_metrics(arguments: Any) -> None:
     """Say where the /metrics of vLLM's server, whose arguments these are, has no row of ours."""
     ours = ours_of(getattr(arguments, "kv_transfer_config", None))
-    if not hasattr(arguments, "enable_log_requests") or last_words.is_another_listening():
+    if not hasattr(arguments, "enable_log_requests") or _is_checked_by_another():
         return
     cause = "--disable-log-stats" if arguments.disable_log_stats else _RUST
     is_lost = arguments.disable_log_stats or os.environ.get(_RUST, "0") != "0"
@@ -89,6 +92,11 @@ def tell_of_lost_metrics(arguments: Any) -> None:
             "9400 in kv_connector_extra_config, and scrape that port too.",
             cause,
         )
+
+
+def _is_checked_by_another() -> bool:
+    """Return whether this process was started by one that has checked the same start."""
+    return os.environ.get(CHECKED, "") not in ("", str(os.getpid()))
 
 
 def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:

@@ -23,7 +23,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from safe_offload.start import last_words
+from safe_offload.start.checks import CHECKED
 from tests.fresh_process import ENVIRONMENT, start, start_engine
 from tests.stopping import go_on, stop
 
@@ -97,7 +97,7 @@ class HttpServer:
     def start(self) -> None:
         """Start the server; `wait_until_healthy` waits for it."""
         inherited = dict(os.environ)
-        inherited.pop(last_words.VARIABLE, None)  # the test itself may have configured an engine
+        inherited.pop(CHECKED, None)  # the test itself may have configured an engine
         rpc = {"VLLM_RPC_BASE_PATH": self._socket_folder}
         for folder in (self._folder, Path(self._socket_folder)):
             folder.mkdir(parents=True, exist_ok=True)

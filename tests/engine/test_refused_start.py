@@ -1,4 +1,4 @@
-"""A real server whose start the connector refuses: the reason is what its output ends with."""
+"""A real server whose start the connector refuses: its output has the reason."""
 
 import re
 from pathlib import Path
@@ -34,10 +34,9 @@ def test_engines_whose_pools_do_not_fit_together_are_refused(model, tmp_path):
     assert not any("EngineCore" in line for line in lines)
 
 
-def test_what_only_the_engine_can_know_is_repeated_at_the_end(model, tmp_path):
+def test_what_only_the_engine_can_know_is_an_error_of_ours_in_its_log(model, tmp_path):
     """Half of a block: how large a block is, the worker knows when it has the model."""
     lines = ending(model("llama"), tmp_path, "4KiB")
-    assert lines[-1].startswith(
-        'SafeCPUOffloadConnector aborted the start: "cpu_bytes_to_use" gives each rank 4.00 KiB'
+    assert any(
+        'ConfigError: "cpu_bytes_to_use" gives each rank 4.00 KiB' in line for line in lines
     ), lines[-5:]
-    assert lines[-2].startswith("RuntimeError: Engine core initialization failed"), lines[-2]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -74,12 +75,15 @@ def test_the_flag_without_us_is_none_of_our_business(arguments):
     assert vars(found) == arguments
 
 
-@pytest.fixture
-def listening(monkeypatch):
-    """One entry for each call of `last_words.listen`."""
-    calls: list[bool] = []
-    monkeypatch.setattr(engine_start.last_words, "listen", lambda: calls.append(True))
-    return calls
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """No process above this one has checked the start, and this one leaves no mark."""
+    monkeypatch.setenv(engine_start.CHECKED, "")
+
+
+def is_checked() -> bool:
+    """Whether the processes that this one starts leave the checks to it."""
+    return os.environ[engine_start.CHECKED] == str(os.getpid())
 
 
 def engine(written: dict[str, Any] | None, **parallel: Any) -> SimpleNamespace:
@@ -112,7 +116,7 @@ def taken_port():
 
 
 @pytest.mark.parametrize("key", ["tiers", "secondary_tiers", "shared_storage_path", "disk_path"])
-def test_a_file_where_a_tier_wants_a_directory_is_refused(key, tmp_path, listening, monkeypatch):
+def test_a_file_where_a_tier_wants_a_directory_is_refused(key, tmp_path, monkeypatch):
     """As SimpleCPUOffloadConnector leaves one behind at `disk_path`."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     path = tmp_path / "slots.bin"
@@ -139,16 +143,14 @@ def test_a_file_where_a_tier_wants_a_directory_is_refused(key, tmp_path, listeni
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_port_for_metrics_that_is_taken_is_refused_before_the_engine_starts(
-    first, taken_port, listening
-):
+def test_a_port_for_metrics_that_is_taken_is_refused_before_the_engine_starts(first, taken_port):
     """Two engines on this machine: the port of the second is taken."""
     written = sized(taken_port - 1 - first, "metrics_port")
     written["kv_connector_extra_config"]["num_cpu_blocks"] = 10  # whatever memory there is
     local = {"data_parallel_size_local": 2, "data_parallel_index": first}
     with pytest.raises(ConfigError, match=f"127.0.0.1:{taken_port} cannot be opened"):
         engine_start.prepare_start(engine(written, **local))
-    assert not listening
+    assert not is_checked()
     for elsewhere in ({"data_parallel_backend": "ray"}, {"data_parallel_size_local": 1}):
         engine_start.prepare_start(engine(written, **(local | elsewhere)))
 
@@ -186,15 +188,13 @@ def test_it_is_said_where_vllm_drops_our_metrics(arguments, rust, cause, caplog,
 
 
 @pytest.mark.parametrize("written", [sized("4096TiB"), multi(OTHER, sized("4096TiB"))])
-def test_a_pool_that_the_machine_cannot_hold_is_refused_before_the_engine_starts(
-    written, listening
-):
+def test_a_pool_that_the_machine_cannot_hold_is_refused_before_the_engine_starts(written):
     with pytest.raises(ConfigError, match=r"needs 4096.00 TiB \(4 ranks on this machine"):
         engine_start.prepare_start(engine(written))
-    assert not listening
+    assert not is_checked()
 
 
-def test_all_data_parallel_engines_of_the_machine_are_counted(listening, monkeypatch):
+def test_all_data_parallel_engines_of_the_machine_are_counted(monkeypatch):
     """Each by itself would fit, and the kernel would end the server when they fill their pools."""
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 23 << 30)
     with pytest.raises(ConfigError) as refused:
@@ -206,7 +206,7 @@ def test_all_data_parallel_engines_of_the_machine_are_counted(listening, monkeyp
     engine_start.prepare_start(engine(sized(f"{fit_mib}MiB"), data_parallel_size_local=8))
     assert 2 << 10 < fit_mib < 23 << 7, "for each engine its eighth, but for what must stay free"
     engine_start.prepare_start(engine(sized("11.3GiB")))
-    assert listening == [True, True]
+    assert is_checked()
 
 
 @pytest.mark.parametrize(
@@ -218,27 +218,27 @@ def test_all_data_parallel_engines_of_the_machine_are_counted(listening, monkeyp
         engine(sized("4096TiB"), data_parallel_size_local=0),
     ],
 )
-def test_a_pool_that_may_fit_is_left_to_the_workers(config, listening):
+def test_a_pool_that_may_fit_is_left_to_the_workers(config):
     engine_start.prepare_start(config)
-    assert listening == [True]
+    assert is_checked()
 
 
-def test_without_prefix_caching_no_pool_is_taken(listening):
+def test_without_prefix_caching_no_pool_is_taken():
     config = engine(sized("4096TiB"))
     config.cache_config.enable_prefix_caching = False
     engine_start.prepare_start(config)
 
 
-def test_in_a_further_api_server_the_memory_is_the_engines_already(listening, monkeypatch):
-    monkeypatch.setattr(engine_start.last_words, "is_another_listening", lambda: True)
+def test_in_a_further_api_server_the_memory_is_the_engines_already(monkeypatch):
+    monkeypatch.setenv(engine_start.CHECKED, "1")
     engine_start.prepare_start(engine(sized("4096TiB")))
-    assert not listening
+    assert not is_checked()
 
 
 @pytest.mark.parametrize("written", [None, OTHER, multi(OTHER)])
-def test_engines_without_us_are_none_of_our_business(written, listening):
+def test_engines_without_us_are_none_of_our_business(written):
     engine_start.prepare_start(engine(written))
-    assert not listening
+    assert not is_checked()
 
 
 # ---- hashes that tiers need ----------------------------------------------------------------------
@@ -254,7 +254,7 @@ def hashing(written: dict[str, Any], algorithm: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("written", [TIERED, multi(OTHER, TIERED), SHARED])
-def test_with_tiers_the_default_hash_is_one_that_all_processes_share(written, listening, caplog):
+def test_with_tiers_the_default_hash_is_one_that_all_processes_share(written, caplog):
     caplog.set_level("INFO")
     config = hashing(written, "sha256")
     engine_start.prepare_start(config)
@@ -264,19 +264,19 @@ def test_with_tiers_the_default_hash_is_one_that_all_processes_share(written, li
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
 @pytest.mark.parametrize("written", [OURS, OTHER])
-def test_without_tiers_the_hash_stays_as_it_is(written, algorithm, listening):
+def test_without_tiers_the_hash_stays_as_it_is(written, algorithm):
     config = hashing(written, algorithm)
     engine_start.prepare_start(config)
     assert config.cache_config.prefix_caching_hash_algo == algorithm
 
 
-def test_a_hash_of_pickles_is_refused_with_tiers(listening):
+def test_a_hash_of_pickles_is_refused_with_tiers():
     with pytest.raises(ConfigError, match="Fix: write --prefix-caching-hash-algo sha256_cbor"):
         engine_start.prepare_start(hashing(TIERED, "xxhash"))
-    assert not listening
+    assert not is_checked()
 
 
-def test_a_hash_with_a_random_seed_is_refused_with_tiers(listening, monkeypatch):
+def test_a_hash_with_a_random_seed_is_refused_with_tiers(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
         engine_start.prepare_start(hashing(TIERED, "xxhash_cbor"))
@@ -284,8 +284,8 @@ def test_a_hash_with_a_random_seed_is_refused_with_tiers(listening, monkeypatch)
     engine_start.prepare_start(hashing(TIERED, "xxhash_cbor"))
 
 
-def test_a_further_api_server_settles_the_hash_too(listening, monkeypatch):
-    monkeypatch.setattr(engine_start.last_words, "is_another_listening", lambda: True)
+def test_a_further_api_server_settles_the_hash_too(monkeypatch):
+    monkeypatch.setenv(engine_start.CHECKED, "1")
     config = hashing(TIERED, "sha256")
     engine_start.prepare_start(config)
     assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"
