@@ -88,11 +88,6 @@ def _reads_whole_blocks(vllm_config: VllmConfig) -> bool:
         return len(page_sizes) == 1 and all(itertools.starmap(reads, pairs))
 
 
-def kv_cache_layout(vllm_config: VllmConfig) -> str:
-    """Return vLLM's name of the KV cache layout; empty while unknown."""
-    return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
-
-
 def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
     """Set a KV cache layout for a configuration without workers, if vLLM has that field.
 

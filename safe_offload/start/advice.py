@@ -1,4 +1,4 @@
-"""What the scheduler side logs once at the start: the set-up, and what looks like a mistake."""
+"""What the scheduler side logs at the start: the set-up, and probable mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import __version__
-from safe_offload.compat import specs, versions, whole_blocks
+from safe_offload.compat import specs, versions
 from safe_offload.config import other_connectors
 from safe_offload.config.options import CAPACITY_KEYS, VALID_KEYS, OffloadConfig
 from safe_offload.config.transfer_config import DEFAULT_KV_ROLE
@@ -27,23 +27,18 @@ def advise(
     config: OffloadConfig,
     num_slots: int,
 ) -> dict[str, str]:
-    """Log how the connector is set up and what looks like a mistake; never raises.
+    """Log the set-up and probable mistakes; never raises.
 
     Returns:
         The set-up by the labels of `observe.metrics.INFO`; empty if it is not known.
     """
     try:
         transfer_config = vllm_config.kv_transfer_config
-        extra = transfer_config.kv_connector_extra_config or {}
         pool = _Pool(vllm_config, kv_cache_config, num_slots)
         versions.warn_if_untested()
         _advise_on_failures(transfer_config)
-        _advise_on_role(transfer_config)
-        _advise_on_sizes(extra, config, num_slots)
-        _advise_on_other_connectors(extra)
+        _advise_on_settings_without_effect(transfer_config, config)
         _advise_on_pool(pool, config)
-        _advise_on_copies(kv_cache_config, config)
-        _advise_on_layout(vllm_config, config)
         return _introduce(pool, config, transfer_config.kv_load_failure_policy)
     except Exception:
         logger.debug("The set-up could not be described", exc_info=True)
@@ -114,39 +109,21 @@ def _advise_on_failures(transfer_config: Any) -> None:
         )
 
 
-def _advise_on_role(transfer_config: Any) -> None:
+def _advise_on_settings_without_effect(transfer_config: Any, config: OffloadConfig) -> None:
+    extra: Mapping[str, object] = transfer_config.kv_connector_extra_config or {}
+    reasons = other_connectors.without_effect(extra, VALID_KEYS)
     if transfer_config.kv_role != DEFAULT_KV_ROLE:
+        reasons["kv_role"] = "this connector always stores and loads"
+    for key in CAPACITY_KEYS:
+        if key in extra and key != config.capacity_key:
+            reasons[key] = f'"{config.capacity_key}" takes precedence'
+    if reasons:
         logger.warning(
-            'kv_role "%s" has no effect: SafeCPUOffloadConnector always stores and loads. Remove '
-            "it.",
-            transfer_config.kv_role,
-        )
-
-
-def _advise_on_sizes(extra: Mapping[str, Any], config: OffloadConfig, num_slots: int) -> None:
-    written = [key for key in CAPACITY_KEYS if key in extra]
-    is_same = config.cpu_bytes_to_use == config.cpu_bytes_per_rank * config.world_size
-    is_same |= "cpu_bytes_to_use" not in extra
-    is_same &= abs(extra.get("num_cpu_blocks", num_slots) - num_slots) <= 1
-    if len(written) > 1 and not is_same:
-        logger.warning(
-            'Several keys set the size of the host pool: "%s" takes precedence, %s %s no effect. '
-            "Remove the others.",
-            config.capacity_key,
-            " and ".join(f'"{key}"' for key in written if key != config.capacity_key),
-            "has" if len(written) == 2 else "have",
-        )
-
-
-def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
-    if reasons := other_connectors.without_effect(extra, VALID_KEYS):
-        logger.warning(
-            "Settings of other connectors have no effect here, remove them: %s.",
+            "Settings without effect, remove them: %s.",
             "; ".join(f'"{key}" ({reason})' for key, reason in reasons.items()),
         )
-    if variables := sorted(
-        name for name in os.environ if name.startswith(other_connectors.LMCACHE)
-    ):
+    variables = sorted(name for name in os.environ if name.startswith(other_connectors.LMCACHE))
+    if variables:
         logger.warning(
             "LMCache variables have no effect here: %s. Set the equivalents in "
             'kv_connector_extra_config, such as "cpu_bytes_to_use_per_rank": "20GB" for '
@@ -178,28 +155,6 @@ def _advise_on_pool(pool: _Pool, config: OffloadConfig) -> None:
             pool.blocks(pool.num_slots),
             "; ".join(larger),
             _value(config, num_wanted, pool.block_bytes),
-        )
-
-
-def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> None:
-    num_same = specs.num_replicas(kv_cache_config)
-    if config.ranks_per_copy == 1 < num_same:
-        logger.warning(
-            "%d ranks hold the same KV cache, but each keeps its own copy: ranks share one only on "
-            'one machine, with distributed_executor_backend "mp" and without prefill context '
-            "parallelism.",
-            num_same,
-        )
-
-
-def _advise_on_layout(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    layout = whole_blocks.kv_cache_layout(vllm_config)
-    if config.enable_cross_layers_blocks and layout and not layout.startswith("BL"):
-        logger.info(
-            '"enable_cross_layers_blocks" has no effect here: the KV cache layout is %s, because '
-            "an attention backend of this model supports no other, or another connector or "
-            "VLLM_KV_CACHE_LAYOUT requires it. Each layer of a block is copied separately.",
-            layout,
         )
 
 

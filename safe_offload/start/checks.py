@@ -65,22 +65,25 @@ def prepare_start(config: Any) -> None:
 
     `config` is vLLM's VllmConfig.
     """
-    ours = ours_of(config.kv_transfer_config)
-    if any(_settings(written).uses_blocks_of_others for written in ours):
+    from safe_offload.compat import engine_config
+
+    parallel = config.parallel_config
+    ours = [_settings(each, parallel.world_size) for each in ours_of(config.kv_transfer_config)]
+    if any(settings.uses_blocks_of_others for settings in ours):
         _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
     if not ours or _is_checked_by_another():
         return
-    if config.cache_config.enable_prefix_caching:
-        for written in ours:
-            _require_memory(written, config.parallel_config)
-            _require_ports(written, config.parallel_config)
-            _require_directories(written, config.parallel_config)
+    for settings in ours if config.cache_config.enable_prefix_caching else ():
+        _require_ports(settings, parallel)
+        if engine_config.are_workers_here(parallel):
+            _require_memory(settings, parallel)
+            _require_directories(settings)
     os.environ[CHECKED] = str(os.getpid())
 
 
-def tell_of_lost_metrics(arguments: Any) -> None:
-    """Say where the /metrics of vLLM's server, whose arguments these are, has no row of ours."""
+def warn_of_lost_metrics(arguments: Any) -> None:
+    """Warn if the /metrics of vLLM's server, whose arguments these are, lacks our series."""
     ours = ours_of(getattr(arguments, "kv_transfer_config", None))
     if not hasattr(arguments, "enable_log_requests") or _is_checked_by_another():
         return
@@ -123,22 +126,18 @@ def _settle_hashes(config: Any) -> None:
     engine_config.require_shared_hashes(config)
 
 
-def _require_ports(written: Mapping[str, Any], parallel: Any) -> None:
+def _require_ports(config: OffloadConfig, parallel: Any) -> None:
     """Refuse a port now that an engine of this machine could not open after loading the model."""
-    config, first = _settings(written), int(parallel.data_parallel_index)
+    first = int(parallel.data_parallel_index)
     is_here = parallel.data_parallel_backend == "mp" and ":" not in config.metrics_host  # no IPv6
     if config.metrics_port is not None and is_here:
         for index in range(first, first + int(parallel.data_parallel_size_local)):
             config.open_metrics(index, lambda port, host: create_server((host, port)).close())
 
 
-def _require_directories(written: Mapping[str, Any], parallel: Any) -> None:
-    """Refuse a tier in a directory if what is there is none: it would fail with each access."""
-    from safe_offload.compat import engine_config
-
-    if not engine_config.are_workers_here(parallel):
-        return
-    for tier in _settings(written).tiers:
+def _require_directories(config: OffloadConfig) -> None:
+    """Refuse a directory tier whose path is a file: each access would fail."""
+    for tier in config.tiers:
         path = tier.location.path
         if tier.location.scheme == FILE and os.path.exists(path) and not os.path.isdir(path):
             raise ConfigError(
@@ -147,16 +146,14 @@ def _require_directories(written: Mapping[str, Any], parallel: Any) -> None:
             )
 
 
-def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
+def _require_memory(config: OffloadConfig, parallel: Any) -> None:
     from safe_offload.compat import engine_config
     from safe_offload.worker.memory.host_memory import available_host_bytes, check_host_bytes
 
-    config = _settings(written, parallel.world_size)
-    if config.num_slots or config.sharing or not engine_config.are_workers_here(parallel):
-        return  # only a worker knows how many bytes that is, or which machine has them
-    check_host_bytes(
-        config,
-        bytes_per_rank=config.cpu_bytes_per_rank,
-        num_ranks_on_host=engine_config.num_ranks_on_host(parallel),
-        available_bytes=available_host_bytes(),
-    )
+    if not config.num_slots and not config.sharing:  # else only a worker knows how many bytes
+        check_host_bytes(
+            config,
+            bytes_per_rank=config.cpu_bytes_per_rank,
+            num_ranks_on_host=engine_config.num_ranks_on_host(parallel),
+            available_bytes=available_host_bytes(),
+        )

@@ -25,7 +25,7 @@ from safe_offload.compat.whole_blocks import wrap_worker
 from safe_offload.compat.wrapping import is_wrapped, when_imported, wrap
 from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 from safe_offload.errors import ConfigError
-from safe_offload.start.checks import prepare_start, take_offloading_size, tell_of_lost_metrics
+from safe_offload.start.checks import prepare_start, take_offloading_size, warn_of_lost_metrics
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
@@ -209,7 +209,7 @@ def _wrap_engine_arguments() -> None:
 
     def around(create: Callable[..., Any], arguments: Any, /, *args: Any, **kwargs: Any) -> Any:
         _check(take_offloading_size, arguments)
-        _check(tell_of_lost_metrics, arguments)
+        _check(warn_of_lost_metrics, arguments)
         config = create(arguments, *args, **kwargs)
         _check(prepare_start, config)
         return config

@@ -31,55 +31,41 @@ def advise(
     return config, cache
 
 
-@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
-def test_another_role_is_said_to_have_no_effect(logged, role):
-    advise(100, role=role)
-    assert len(said(logged)) == (role != "kv_both")
-    assert all('kv_role "kv_consumer" has no effect' in message for message in said(logged))
-
-
 @pytest.mark.parametrize(
-    ("extra", "expected"),
+    ("extra", "role", "expected"),
     [
-        ({"cpu_bytes_to_use": "1GiB"}, None),
-        ({"num_cpu_blocks": 7}, None),
+        ({"cpu_bytes_to_use": "1GiB"}, "kv_both", ""),
+        ({"num_cpu_blocks": 7}, "kv_both", ""),
+        ({}, "kv_consumer", '"kv_role" (this connector always stores and loads).'),
         (
             {"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 7},
-            '"cpu_bytes_to_use" takes precedence, "num_cpu_blocks" has no effect',
+            "kv_both",
+            '"num_cpu_blocks" ("cpu_bytes_to_use" takes precedence).',
         ),
-        # They differ by no more than a block.
-        ({"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 100}, None),
-        ({"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 101}, None),
-        (
-            {"cpu_bytes_to_use_per_rank": "1GiB", "num_cpu_blocks": 102},
-            '"cpu_bytes_to_use_per_rank" takes precedence, "num_cpu_blocks" has no effect',
-        ),
-        (
-            {"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use_per_rank": "1GiB"},
-            '"cpu_bytes_to_use_per_rank" takes precedence, "cpu_bytes_to_use" has no effect',
-        ),
-        # Both say the same, as SimpleCPUOffloadConnector compares them; there are four ranks.
-        ({"cpu_bytes_to_use": "4GiB", "cpu_bytes_to_use_per_rank": "1GiB"}, None),
         (
             {"cpu_bytes_to_use": 9999999, "cpu_bytes_to_use_per_rank": 99999, "num_cpu_blocks": 7},
-            '"cpu_bytes_to_use_per_rank" takes precedence, "cpu_bytes_to_use" and "num_cpu_blocks"',
+            "kv_both",
+            '"cpu_bytes_to_use" ("cpu_bytes_to_use_per_rank" takes precedence); '
+            '"num_cpu_blocks" ("cpu_bytes_to_use_per_rank" takes precedence).',
+        ),
+        (
+            {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": "1GiB"},
+            "kv_both",
+            '"spec_name" (there is one backend, with tiers below it).',
         ),
     ],
 )
-def test_of_several_sizes_the_one_that_counts_is_named(logged, extra, expected):
-    advise(100, **extra)
-    assert len(said(logged)) == (expected is not None)
-    assert all(str(expected) in message for message in said(logged))
+def test_settings_without_effect_are_named_once_with_the_reason(logged, extra, role, expected):
+    advise(100, role=role, **extra)
+    line = "Settings without effect, remove them: " + expected
+    assert said(logged) == ([line] if expected else [])
 
 
-def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(logged):
+def test_ranks_that_hold_the_same_may_share_a_copy(logged):
     config, cache = make_config(FULL), make_kv_cache_config(FULL)
     cache.kv_tp_replicas = 4
+    config.kv_transfer_config.kv_connector_extra_config = {}
     settings = OffloadConfig.from_extra_config({}, world_size=4)
-    start_advice.advise(config, cache, settings, 100)
-    (message,) = said(logged)
-    assert message.startswith("4 ranks hold the same KV cache, but each keeps its own copy")
-    logged.clear()
     settings = dataclasses.replace(settings, ranks_per_copy=4)
     info = start_advice.advise(config, cache, settings, 100)
     assert said(logged) == []
@@ -127,29 +113,8 @@ def test_a_sliding_window_needs_no_more_than_its_window(logged):
     assert f"needs {num_blocks} blocks" in said(logged)[0]
 
 
-@pytest.mark.parametrize(
-    ("layout", "is_said"), [("LBHNC", True), ("BHLNC", True), ("BLNHC", False), (None, False)]
-)
-def test_a_layout_that_is_not_as_wished_is_said_but_not_warned_of(
-    caplog, monkeypatch, layout, is_said
-):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    config, cache = make_config(FULL), make_kv_cache_config(FULL)
-    config.cache_config.kv_cache_layout = layout
-    for is_wanted in (False, True):
-        caplog.clear()
-        extra = {"enable_cross_layers_blocks": is_wanted}
-        with caplog.at_level(logging.INFO, "vllm"):
-            settings = OffloadConfig.from_extra_config(extra, world_size=4)
-            start_advice.advise(config, cache, settings, 100)
-        messages = {r.message for r in caplog.records if "layout" in r.message}
-        assert [r for r in caplog.records if r.levelno > logging.INFO] == []
-        assert len(messages) == (is_wanted and is_said)
-        assert all(f"the KV cache layout is {layout}" in message for message in messages)
-
-
 def test_advice_that_cannot_be_given_does_not_end_the_start(logged, monkeypatch):
-    monkeypatch.setattr(start_advice, "_advise_on_role", None)
+    monkeypatch.setattr(start_advice, "_advise_on_pool", None)
     advise(1)
     assert said(logged) == []
 
@@ -184,11 +149,3 @@ def test_variables_of_lmcache_are_named_once(logged, monkeypatch):
     advise(100)
     (line,) = [message for message in said(logged) if "LMCACHE_" in message]
     assert "no effect here: LMCACHE_CHUNK_SIZE, LMCACHE_MAX_LOCAL_CPU_SIZE. Set" in line
-
-
-def test_settings_of_other_connectors_are_named_once_with_the_reason(logged):
-    advise(100, block_size=64, spec_name="CPUOffloadingSpec", cpu_bytes_to_use="1GiB")
-    (line,) = [message for message in said(logged) if "other connectors" in message]
-    assert '"block_size" (a slot is one block' in line
-    assert '"spec_name" (' in line
-    assert "cpu_bytes_to_use" not in line

@@ -175,7 +175,7 @@ def test_it_is_said_where_vllm_drops_our_metrics(arguments, rust, cause, caplog,
     served = sized(9400, "metrics_port")
     for written, is_lost in ((OURS, True), (multi(OTHER, OURS), True), (served, False)):
         caplog.clear()
-        engine_start.tell_of_lost_metrics(
+        engine_start.warn_of_lost_metrics(
             SimpleNamespace(**arguments, kv_transfer_config=SimpleNamespace(**written))
         )
         assert len(caplog.messages) == (is_lost and cause is not None)
@@ -183,7 +183,7 @@ def test_it_is_said_where_vllm_drops_our_metrics(arguments, rust, cause, caplog,
             assert message.startswith(f"With {cause}, vLLM's /metrics lacks vllm:safe_offload")
             assert 'Fix: write "metrics_port": 9400' in message
     for nothing in (None, SimpleNamespace(**OTHER)):
-        engine_start.tell_of_lost_metrics(SimpleNamespace(**arguments, kv_transfer_config=nothing))
+        engine_start.warn_of_lost_metrics(SimpleNamespace(**arguments, kv_transfer_config=nothing))
     assert not caplog.messages
 
 
