@@ -42,7 +42,7 @@ from tests.tiers.contract import (
     tier_at,
 )
 from tests.tiers.files.paths import path_in
-from tests.tiers.files.test_tier import FilesContract
+from tests.tiers.files.test_file_tier import FilesContract
 from tests.valkey_server import Server
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))

@@ -39,6 +39,9 @@ other.wait()
 """
 """The process of a tier, with a process of its own that has what it takes to map the slots."""
 
+DIES_WITHIN_S = 10.0
+"""What has been killed with its group is gone long before that."""
+
 
 @pytest.fixture
 def slots():
@@ -91,14 +94,13 @@ async def test_what_a_process_has_started_ends_with_it(other_mapper, by_whom):
         os.waitid(os.P_PID, process_of(tier), os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
         assert tier.process.is_over()
     try:
-        await asyncio.wait([asking], timeout=PATIENCE_S)  # a call is not cancelled
-        assert asking.done()
-        assert not stopping.is_running(other)
+        await wait_until(lambda: tier.process.program.returncode is not None)
+        await wait_until(lambda: not stopping.is_running(other), DIES_WITHIN_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(other, signal.SIGKILL)
     with pytest.raises(OSError, match="its process has ended"):
-        await asking
+        await asyncio.wait_for(asking, PATIENCE_S)
     await tier.close()
 
 

@@ -51,8 +51,8 @@ def directory(path: Path) -> TierConfig:
     return TierConfig.at(f"file://{path}")
 
 
-async def wait_until(is_so) -> None:
-    end_s = time.monotonic() + PATIENCE_S
+async def wait_until(is_so, patience_s=PATIENCE_S) -> None:
+    end_s = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.01)
