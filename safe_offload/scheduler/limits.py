@@ -2,7 +2,7 @@
 
 A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
-scheduler.py, RequestOffloadState). `pin_s`, `store` and `tell_hits` are our own. Whatever else a
+scheduler.py, RequestOffloadState). `pin_s` and `store` are our own. Whatever else a
 client writes there is junk, or another connector's: the request is served all the same. Of those,
 `do_remote_prefill` is read, by which a router says that another engine has the prompt (NIXL).
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 STORE_KEY, LOAD_KEY = "max_offload_tokens", "max_load_tokens"
 PIN_KEY, KIND_KEY, NOTHING = "pin_s", "store", "nothing"
-TELL_KEY = "tell_hits"
 BROUGHT_KEY = "do_remote_prefill"
 MAX_TOKENS = (1 << 31) - 1
 MAX_PIN_S = 86400

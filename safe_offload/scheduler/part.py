@@ -83,10 +83,6 @@ class Part:
     def ended(self, state: RequestState) -> None:
         """A request has ended."""
 
-    def told(self, state: RequestState) -> Mapping[str, Any] | None:
-        """Return what vLLM hands on to the client of a request that has just ended."""
-        return None
-
     # ---- a step --------------------------------------------------------------------------------
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:

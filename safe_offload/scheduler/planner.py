@@ -207,7 +207,7 @@ class Planner(SchedulerSide):
         self._stored, self._count_into = self._of_parts("stored"), self._of_parts("count_into")
         self._messages = next(iter(self._all("messages")), None)
         self._answer, self._is_lost = self._all("answer"), self._all("is_lost")
-        self._told, self._planned = self._all("told"), self._all("planned")
+        self._planned = self._all("planned")
         self._gauges, self._note_others = self._all("gauges"), self._all("note")
         self._has_work = self._all("has_work")
 
@@ -343,11 +343,14 @@ class Planner(SchedulerSide):
         """vLLM waits for a load that could not be planned: tell it to recompute."""
         self.loads.announce_failure(self.on_new_request(request))
 
-    def request_finished(self, request: Request) -> Any:
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
         """Store what is still unstored, give up all leases but those in flight.
 
         The request still holds its blocks. It holds none of them for us when this returns (I2), and
         a second call finds nothing to do (I4).
+
+        Returns:
+            See `RequestState.response`.
         """
         self.has_changed = True
         state = self.book.find(request) or self.on_new_request(request)
@@ -360,10 +363,7 @@ class Planner(SchedulerSide):
                 self.policy.finish(state)
         finally:  # vLLM does not ask again
             self._end(state)
-        answer = None
-        for told in self._told:
-            answer = told(state)
-        return answer
+        return state.response
 
     def _keep_out(self, states: Sequence[RequestState] = ()) -> None:
         """Keep what outdated requests have computed, all or these, out of every cache."""

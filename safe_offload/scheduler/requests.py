@@ -10,9 +10,9 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
@@ -79,6 +79,7 @@ class RequestState:
         is_refused: of what it computes nothing more is stored, as others are worth more.
         num_kept_tokens: when it has ended, how many first tokens it has computed that its client
             lets be stored: what there is to learn from a request about what to keep.
+        response: the fields that vLLM adds to the `kv_transfer_params` of its response, if any.
     """
 
     request: Request
@@ -90,6 +91,7 @@ class RequestState:
     hit_ends: set[int] = field(default_factory=set)
     is_refused: bool = False
     num_kept_tokens: int = 0
+    response: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -132,6 +134,10 @@ class RequestState:
         self.num_kept_tokens = num_computed_tokens
         if limit is not None:
             self.num_kept_tokens = min(limit, num_computed_tokens)
+
+    def respond(self, fields: Mapping[str, Any]) -> None:
+        """Add fields to the response of a request that ends."""
+        self.response = {**(self.response or {}), **fields}
 
     def ends_hits_at(self, num_tokens: int) -> None:
         """Note that hits end at a token."""

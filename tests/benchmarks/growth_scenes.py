@@ -497,19 +497,6 @@ def _overpinned(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("requests that load and others that do not, all told of their hits", first=100)
-def _told(count: int, _: Closing) -> PeerEngine:
-    limits: dict[str, Any] = {"max_seqs": 2 * count, "max_batched_tokens": 64 * count}
-    engine = make_engine(8 * count + 100, extra={"pin_share": 0.5}, **limits)
-    prompts = [own_prompt(number, 2) for number in range(count)]
-    on_host_only(engine, prompts)
-    tell = {"tell_hits": True}
-    send(engine, "r", prompts, kv_transfer_params=tell)
-    others = [own_prompt(count + number, 1) for number in range(count)]
-    send(engine, "n", others, kv_transfer_params=tell)
-    return engine
-
-
 # ---- tenants -----------------------------------------------------------------------------------
 
 

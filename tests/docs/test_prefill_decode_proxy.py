@@ -28,7 +28,6 @@ OURS = {
     "max_offload_tokens": 64,
     "max_load_tokens": 0,
     "pin_s": 600,
-    "tell_hits": True,
     "kv_hints": {"protocol_version": "0.1", "actions": []},
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -36,13 +36,10 @@ def kinds(text: str) -> dict[str, float]:
     return {action: float(count) for action, count in found if float(count)}
 
 
-def send(server: HttpServer, kind: str, name: str) -> dict[str, int]:
-    """Send a body of the page with another model and prompt; return what the answer tells."""
-    told: dict[str, int] = server.post(
-        "/v1/completions",
-        {**make_body(PROMPTS[name], 1), **BODIES[kind], "model": "model", "prompt": PROMPTS[name]},
-    )["kv_transfer_params"]
-    return told
+def send(server: HttpServer, kind: str, name: str) -> None:
+    """Send a body of the page with another model and prompt."""
+    body = {**make_body(PROMPTS[name], 1), **BODIES[kind]}
+    server.post("/v1/completions", {**body, "model": "model", "prompt": PROMPTS[name]})
 
 
 def test_the_page_has_a_body_for_each_action():
@@ -60,17 +57,15 @@ def test_the_bodies_of_the_page_do_what_it_says(model, tmp_path):
         environment={"VLLM_SERVER_DEV_MODE": "1"},
     ) as server:
         server.wait_until_healthy()
-        nothing = dict.fromkeys(("gpu_tokens", "host_tokens", "tier_tokens"), 0)
-        computed = nothing | {"computed_tokens": NUM_TOKENS}
-        assert send(server, "kv.retain", "A") == computed
+        send(server, "kv.retain", "A")
         server.wait_for(lambda: server.count("pins") == 1, "the pin")
         num_blocks = NUM_HIT // 32
         written = "tier_written_objects"
         server.wait_for(lambda: server.count(written) == num_blocks, "the prompt in the tier")
         server.post("/reset_prefix_cache?reset_external=true")
-        fetched = nothing | {"tier_tokens": NUM_HIT, "computed_tokens": NUM_TOKENS - NUM_HIT}
-        assert send(server, "kv.fetch", "A") == fetched
+        send(server, "kv.fetch", "A")
         server.settle()
+        assert server.count("fetched_blocks") == num_blocks
         every = {"retain": 1, "fetch": 1}
         server.wait_for(lambda: kinds(server.metrics_text()) == every, "all actions to be counted")
         assert "Invalid hints" not in server.log()

@@ -8,7 +8,6 @@ from safe_offload.scheduler.cache.pins import PINS_MAX
 from safe_offload.scheduler.parts.wishes import Wishes
 from tests.scheduler.parts import part_of
 from tests.scheduler.rig import Rig, see_events
-from tests.scheduler.tiers.tier_rig import TierRig
 
 PIN = {"pin_s": 600}
 """A flood takes up to a minute of the simulator's clock."""
@@ -235,9 +234,10 @@ def test_a_time_that_is_none_is_counted(make_rig, pin_s):
     assert gauge(rig, "pins") == 0
 
 
-def test_where_another_connector_answers_the_client_is_not_told(make_rig):
+@pytest.mark.parametrize("foreign", ["do_remote_decode", "do_remote_prefill"])
+def test_where_another_connector_answers_the_client_is_not_told(make_rig, foreign):
     rig = make(make_rig)
-    assert ask(rig, "a", rig.prompt(9, 1), {**PIN, "do_remote_decode": True})[1] is None
+    assert ask(rig, "a", rig.prompt(9, 1), {**PIN, foreign: True})[1] is None
     assert gauge(rig, "pins") == 1
 
 
@@ -449,45 +449,3 @@ def test_hints_change_nothing_for_what_leaves_nothing(make_rig):
     rig = make(make_rig, extra=HINTED)
     ask(rig, "a", rig.prompt(33, 1), {**NOTHING, "kv_hints": envelope("kv.retain", ttl_s=60)})
     assert gauge(rig, "used_slots") == gauge(rig, "pins") == 0
-
-
-# ---- what came from where ----------------------------------------------------------------------
-
-TELL = {"tell_hits": True}
-
-
-def sources(gpu: int, host: int, tier: int, computed: int) -> dict[str, int]:
-    numbers = {"gpu": gpu, "host": host, "tier": tier, "computed": computed}
-    return {f"{name}_tokens": number for name, number in numbers.items()}
-
-
-def test_a_client_is_told_what_came_from_where_if_it_asks(make_rig):
-    rig = make(make_rig)
-    prompt, longer = rig.prompt(NUM_TOKENS, 1), [*rig.prompt(NUM_TOKENS, 1), *rig.prompt(8, 2)]
-    assert ask(rig, "a", prompt, TELL) == (0, sources(0, 0, 0, 33))
-    assert ask(rig, "b", prompt, TELL) == (0, sources(32, 0, 0, 1))
-    rig.forget_gpu_cache()
-    pinned = {"pinned_tokens": 44, "unpinned_tokens": 0}  # with the answer
-    assert ask(rig, "c", longer, {**TELL, **PIN}) == (32, sources(0, 32, 0, 9) | pinned)
-    assert ask(rig, "d", longer) == (0, None)
-    for foreign in ("do_remote_prefill", "do_remote_decode"):
-        assert ask(rig, foreign, rig.prompt(5, foreign), {**TELL, foreign: True})[1] is None
-    rig.fail_copies()
-    rig.forget_gpu_cache()
-    assert ask(rig, "e", prompt, TELL)[1]["gpu_tokens"] == 0
-    ask(rig, "f", longer, {"pin_s": 0})
-    rig.check_idle()
-
-
-def test_a_client_is_told_what_a_tier_has_brought():
-    first = TierRig(num_slots=80, num_blocks=60, extra=PINNING)
-    first.start()
-    prompt = first.prompt(NUM_TOKENS, 1)
-    ask(first, "a", prompt)
-    rig = TierRig(num_slots=80, num_blocks=60, extra=PINNING, tier=first.tier)
-    rig.start()
-    assert ask(rig, "a", prompt, TELL) == (32, sources(0, 0, 32, 1))
-    rig.forget_gpu_cache()
-    assert ask(rig, "b", prompt, TELL) == (32, sources(0, 32, 0, 1))
-    for each in (first, rig):
-        each.close()

@@ -1,4 +1,4 @@
-"""What requests ask for beside their tokens: to be pinned, and where they were hit."""
+"""What requests ask for beside their tokens: to be pinned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count
 from safe_offload.scheduler.cache.pins import Pins
-from safe_offload.scheduler.limits import PIN_KEY, TELL_KEY
+from safe_offload.scheduler.limits import PIN_KEY
 from safe_offload.scheduler.part import Part
 
 if TYPE_CHECKING:
@@ -25,20 +25,8 @@ _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 """Of requests that another connector answers for."""
 
 
-def _asks(request: Request, key: str) -> bool:
-    """Whether a client wrote this key, and no other connector answers it."""
-    params = request.kv_transfer_params
-    is_ours = isinstance(params, dict) and not any(params.get(each) for each in _FOREIGN_KEYS)
-    return is_ours and params.get(key) is not None
-
-
 class Wishes(Part):
-    """Its state: the pins, whether anything is still stored, where the tokens of those requests
-    come from whose clients want to know, and what the clients of those that have ended since the
-    last plan are told.
-
-    Bound: the requests that vLLM has.
-    """
+    """Its state: the pins, and whether anything is still stored."""
 
     def __init__(self, planner: Planner, tiered_hits: TieredHits, pin_share: float) -> None:
         self._planner = planner
@@ -47,28 +35,12 @@ class Wishes(Part):
         self._nowhere: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         self.pins = Pins(self._hits.slots, planner.leases, pin_share)
         self._is_stopped = False
-        self._sources: dict[Request, dict[str, int]] = {}
-        self._answers: dict[Request, dict[str, int]] = {}
 
     # ---- a request -----------------------------------------------------------------------------
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
         if not state.request.skip_reading_prefix_cache:
             self.pins.use(state, state.request.block_hashes)
-
-    def asked(self, state: RequestState, num_computed_tokens: int) -> None:
-        if _asks(state.request, TELL_KEY):
-            self._sources[state.request] = {"gpu_tokens": num_computed_tokens}
-
-    def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        request = state.request
-        told = self._sources.get(request)
-        if told is None or (not num_tokens and "host_tokens" in told):
-            return  # it runs, now that its load has ended
-        by_tier = self._planner.hit_tokens_by_tier(request, num_tokens)
-        from_tiers = sum(count for tier, count in by_tier.items() if tier)
-        told |= {"host_tokens": num_tokens - from_tiers, "tier_tokens": from_tiers}
-        told["computed_tokens"] = request.num_tokens - told["gpu_tokens"] - num_tokens
 
     def finishing(self, state: RequestState) -> None:
         """See `Part`; what is to be pinned is stored at once."""
@@ -79,9 +51,6 @@ class Wishes(Part):
         """See `Part`; pin it, if that is wished."""
         request, limits = state.request, state.limits
         self.pins.end(state)
-        sources = self._sources.pop(request, {})
-        if "host_tokens" in sources:
-            self._tell(request, TELL_KEY, sources)
         if limits.pin_s is not None:
             num_pinned = num_unpinned = 0
             if limits.pin_s:
@@ -90,12 +59,7 @@ class Wishes(Part):
                 self._planner.counters[Count.UNPINNED_TOKENS] += num_unpinned
             else:
                 self.pins.remove(request.block_hashes)
-            told = {"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned}
-            self._tell(request, PIN_KEY, told)
-
-    def told(self, state: RequestState) -> Mapping[str, Any] | None:
-        """See `Part`; what was pinned, and where the request was hit."""
-        return self._answers.get(state.request)
+            self._report(state, num_pinned, num_unpinned)
 
     def _pin(self, request: Request, pin_s: float) -> tuple[int, int]:
         """Pin a request that has ended; return how many tokens it may be, and are."""
@@ -125,16 +89,19 @@ class Wishes(Part):
             self.pins.remove([key])  # another engine had overwritten some of it
         return num_wanted, 0
 
-    def _tell(self, request: Request, key: str, told: dict[str, int]) -> None:
-        """Note what vLLM is to hand on to a client that wrote a key."""
-        # Under MultiConnector the next connector of ours finds it gone: two answers are an error.
-        if _asks(request, key):
-            request.kv_transfer_params.pop(key)
-            self._answers.setdefault(request, {}).update(told)
+    @staticmethod
+    def _report(state: RequestState, num_pinned: int, num_unpinned: int) -> None:
+        """Tell a client that asked for a pin what came of it, unless another connector answers."""
+        params = state.request.kv_transfer_params
+        is_ours = isinstance(params, dict) and not any(params.get(key) for key in _FOREIGN_KEYS)
+        if is_ours and params.get(PIN_KEY) is not None:
+            # Under MultiConnector the next connector of ours finds it gone: two answers are an
+            # error.
+            params.pop(PIN_KEY)
+            state.respond({"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned})
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
         self.pins.set_time(now_s)
-        self._answers.clear()
 
     # ---- what goes wrong -----------------------------------------------------------------------
 
@@ -148,7 +115,6 @@ class Wishes(Part):
     def given_up(self) -> None:
         self._is_stopped = True
         self.pins.reset()
-        self._sources.clear()
 
     def gauges(self) -> Mapping[str, float]:
         """See `Part`; what is pinned does not count as leased."""
