@@ -1,4 +1,4 @@
-"""Which event loop there is: uvloop's, or asyncio's own where that is not installed."""
+"""The event loop: uvloop's if installed, otherwise asyncio's."""
 
 from __future__ import annotations
 

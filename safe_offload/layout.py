@@ -1,8 +1,8 @@
-"""Where the bytes of a GPU block lie, and where they go in host memory.
+"""The byte ranges of a GPU block, and their places in host memory.
 
-A GPU block is a set of byte ranges, one or more for each layer. Cache groups share ranges, so vLLM
-may describe one many times; a `Geometry` lists each once. In host memory each range has an array
-with one row for each slot, so that a run of blocks and a run of slots make one contiguous copy.
+A GPU block is a set of byte ranges, one or more per layer. Cache groups share ranges, so vLLM may
+describe one several times; a `Geometry` lists each once. In host memory, each range has an array
+with one row per slot, so that a run of blocks and a run of slots form one contiguous copy.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Every byte of a block, once: disjoint segments of `num_blocks` GPU blocks."""
+    """The bytes of a block, each once: disjoint segments of `num_blocks` GPU blocks."""
 
     segments: tuple[Segment, ...]
     num_blocks: int
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of one block, and so of one host slot."""
+        """Return the size of one block, and so of one host slot."""
         return sum(segment.length_bytes for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """Where the bytes of a slot lie in host memory.
+    """The layout of slots in host memory.
 
-    Slots come in consecutive slabs, so that memory can be made ready slab by slab. In a slab each
-    segment of the geometry has an array with one row for each slot. The last slab may be partly
-    used, with arrays as in a full one.
+    Slots are in consecutive slabs, so that memory can become ready slab by slab. In a slab, each
+    segment of the geometry has an array with one row per slot. The last slab may be partly used;
+    its arrays have full size.
     """
 
     geometry: Geometry
@@ -64,7 +64,7 @@ class HostLayout:
 
     @classmethod
     def in_one_slab(cls, geometry: Geometry, num_slots: int) -> HostLayout:
-        """Return a layout with all slots in one slab, which has the longest runs."""
+        """Return a layout with all slots in one slab, which gives the longest runs."""
         return cls(geometry, num_slots, num_slots)
 
     @classmethod
@@ -80,22 +80,22 @@ class HostLayout:
 
     @property
     def slab_bytes(self) -> int:
-        """Return the distance of slabs: whole pages if there are several, so each can be locked."""
+        """Return the size of a slab: whole pages if there are several, so each can be locked."""
         size_bytes = self.slots_per_slab * self.geometry.slot_bytes
         return size_bytes if self.num_slabs == 1 else -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def size_bytes(self) -> int:
-        """Return the host memory of all slabs."""
+        """Return the size of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     def array_offsets(self) -> tuple[int, ...]:
-        """Return where each segment's array begins, from the start of its slab, in bytes."""
+        """Return the offset of each segment's array in its slab, in bytes."""
         lengths = (self.slots_per_slab * segment.length_bytes for segment in self.geometry.segments)
         return tuple(itertools.accumulate(lengths, initial=0))[:-1]
 
     def num_slots_within(self, num_slabs: int) -> int:
-        """Return how many slots the first `num_slabs` slabs have."""
+        """Return the number of slots in the first `num_slabs` slabs."""
         return min(num_slabs * self.slots_per_slab, self.num_slots)
 
     def ranges_of(self, slot: int) -> tuple[tuple[int, int], ...]:
@@ -108,7 +108,7 @@ class HostLayout:
 
 
 def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: int) -> Geometry:
-    """Join segments, of any order and number, that touch or repeat one another.
+    """Merge adjacent and repeated segments, in any order.
 
     Args:
         storage_bytes: size of the storage that all offsets point into.
@@ -152,10 +152,10 @@ def _check(segments: list[Segment], num_blocks: int, storage_bytes: int) -> None
 
 
 def _shares_bytes(segment: Segment, following: Segment) -> bool:
-    """Return whether two segments have a byte in common; the second begins before the first ends.
+    """Return whether two segments overlap; the second begins before the first ends.
 
-    Segments of different strides count as sharing bytes. With the same stride, the second lies in
-    the gaps of the first, or it meets the block that it begins in or the next one.
+    Segments of different strides count as overlapping. With the same stride, the second is in the
+    gaps of the first, or overlaps the block in which it begins, or the next one.
     """
     stride = segment.stride_bytes
     if following.stride_bytes != stride:

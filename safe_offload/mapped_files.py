@@ -1,6 +1,6 @@
-"""Files that this process has mapped and another one can map too, found by address.
+"""Files that this process has mapped and others can map too, found by address.
 
-Most are memfds, which have no name, so processes that are killed leave nothing behind.
+Most are memfds, which have no name, so killed processes leave nothing behind.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class MappedFile(NamedTuple):
     """A file that is mapped.
 
     Attributes:
-        number: never used again.
+        number: unique.
         descriptor: open while it is mapped.
-        guards: whoever maps the file, and may write to it, keeps these open: of a lock, or the end
-            of a pipe that its other end watches.
+        guards: descriptors that each process that maps the file keeps open: of a lock, or one end
+            of a pipe whose other end is watched.
     """
 
     number: int
@@ -35,7 +35,7 @@ class MappedFile(NamedTuple):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What another process is given to map it."""
+        """The descriptors that another process needs to map it."""
         return (self.descriptor, *self.guards)
 
 
@@ -43,7 +43,7 @@ _known: dict[int, MappedFile] = {}
 _next = itertools.count()
 _hidden: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _of_parent: list[memoryview] = []
-"""Of a forked child: what it must never unmap, since it was not mapped for it."""
+"""In a forked child: the parent's mappings, which it must never unmap."""
 
 
 def _keep_in_child() -> None:
@@ -58,7 +58,7 @@ def make_memfd(size_bytes: int) -> int:
     descriptor = os.memfd_create("safe-offload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
-        # A memory that shrinks would end, by SIGBUS, every process that has it mapped.
+        # Shrinking it would kill, by SIGBUS, every process that has it mapped.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except BaseException:
@@ -77,7 +77,7 @@ def map_new(size_bytes: int) -> mmap.mmap:
 
 
 def map_file(descriptor: int, *guards: int) -> mmap.mmap:
-    """Map all of a file; the caller closes its descriptor, and keeps the guards open."""
+    """Map a whole file; the caller closes the descriptor and keeps the guards open."""
     mapping = mmap.mmap(descriptor, 0)
     hide(mapping)
     start, number = address_of(memoryview(mapping)), next(_next)
@@ -87,10 +87,10 @@ def map_file(descriptor: int, *guards: int) -> mmap.mmap:
 
 
 def hide(mapping: mmap.mmap) -> None:
-    """Keep memory with KV cache out of core dumps and of forked children.
+    """Exclude memory with KV cache from core dumps and from forked children.
 
-    A child must not copy-on-write pages that a device may write. It does not have them, and never
-    unmaps what came to lie there.
+    A child must not copy-on-write pages that a device may write. The mapping does not exist in the
+    child, which must not unmap its addresses either: something else may be mapped there.
     """
     advise(mapping, "MADV_DONTFORK")
     advise(mapping, "MADV_DONTDUMP")
@@ -98,12 +98,12 @@ def hide(mapping: mmap.mmap) -> None:
 
 
 def is_of_parent(mapping: mmap.mmap) -> bool:
-    """Return whether this process was forked from the one that has this mapped."""
+    """Return whether this process was forked from the one that owns this mapping."""
     return any(view.obj is mapping for view in _of_parent)
 
 
 def advise(mapping: mmap.mmap, option: str) -> bool:
-    """Return whether the system has this advice, and takes it."""
+    """Call madvise(2); return whether the system supports and accepts the advice."""
     try:
         mapping.madvise(getattr(mmap, option))
     except (AttributeError, OSError) as error:
@@ -113,7 +113,7 @@ def advise(mapping: mmap.mmap, option: str) -> bool:
 
 
 def find_file(address: int) -> MappedFile | None:
-    """Return which of them is mapped at an address, if one is."""
+    """Return the file that is mapped at an address, or None."""
     for file in list(_known.values()):
         if file.start <= address < file.start + file.size_bytes:
             return file
@@ -121,7 +121,7 @@ def find_file(address: int) -> MappedFile | None:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Return where a writable buffer begins."""
+    """Return the address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 

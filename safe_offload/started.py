@@ -1,7 +1,7 @@
-"""When this process was started, by the clock that files are stamped with.
+"""The start time of this process, on the clock of file timestamps.
 
-That clock may be set while an engine starts, so it is also looked at when this module is imported:
-with the plugin, before a model is loaded.
+That clock may be set while an engine starts, so it is also read when this module is imported, which
+the plugin does before a model is loaded.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Final
 
 
 def _booted_ns() -> int:
-    """Return when the machine was started, as the clock says now; it changes when that is set."""
+    """Return the machine's boot time by the present clock; it changes when the clock is set."""
     up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return time.time_ns() - up_ns
 
@@ -20,10 +20,10 @@ _BOOTED_AT_IMPORT_NS: Final = _booted_ns()
 
 
 def process_started_ns() -> int:
-    """Return when this process was started: what changed later is stamped with a later time.
+    """Return the start time of this process: files that change later have later timestamps.
 
-    Linux gives the tick in which it was started. The end of that is meant: no process loads a model
-    in its first tick, and a file that was written just before the start has not changed after it.
+    Linux reports the tick of the start. This is the end of that tick: no process loads a model in
+    its first tick, and a file written just before the start did not change after it.
     """
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) + 1
     up_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

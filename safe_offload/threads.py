@@ -1,4 +1,4 @@
-"""Threads and processes on cores that vLLM leaves idle; threads before the first work comes."""
+"""Starting threads and processes: their cores, environment, titles."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OPENMP: Final = ("OMP_", "GOMP", "KMP_")
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that runs on any core.
+    """Return the environment of a child process that may run on any core.
 
-    With OpenMP's variables the libgomp that vLLM's CPU engine preloads would bind it. A path that
-    is not absolute would let it run code of the working directory.
+    With OpenMP's variables, the libgomp that vLLM's CPU engine preloads would bind the process. A
+    relative path would let it import code from the working directory.
     """
     found = {key: value for key, value in os.environ.items() if key[:4] not in _OPENMP}
     paths = filter(os.path.isabs, found.pop("PYTHONPATH", "").split(os.pathsep))
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def set_title(title: str) -> None:
-    """Let ps and top show this process by a name, if vLLM's setproctitle is there."""
+    """Set the process title that ps and top show, if setproctitle is installed."""
     with contextlib.suppress(ImportError):
         import setproctitle
 
@@ -37,13 +37,13 @@ def set_title(title: str) -> None:
 
 
 def safe_path() -> contextlib.AbstractContextManager[None]:
-    """Let no process that is spawned meanwhile run code of the working directory."""
+    """Prevent processes spawned meanwhile from importing code from the working directory."""
     return switched_on("PYTHONSAFEPATH")
 
 
 @contextlib.contextmanager
 def switched_on(variable: str) -> Iterator[None]:
-    """Set a variable of the environment to 1 for a while."""
+    """Set an environment variable to 1 temporarily."""
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
@@ -57,11 +57,11 @@ def switched_on(variable: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_other_cores() -> Iterator[None]:
-    """Let threads that are started meanwhile run on the parent process's cores, but for our own.
+    """Let threads started meanwhile run on the parent process's cores, except this thread's.
 
-    vLLM's CPU engine binds a worker's first thread to the core where it computes, and threads
-    inherit the cores of the one that starts them. The engine's own process, the parent, is not
-    bound, and vLLM leaves a core idle for the threads of a connector.
+    vLLM's CPU engine binds a worker's first thread to the cores where it computes, and new threads
+    inherit that. The engine's own process, the parent, is not bound, and vLLM leaves a core idle
+    for the threads of a connector.
 
     Source: `configure_omp_envs` and `reserve_cpu_num` in vllm/utils/ompmultiprocessing.py (0.32.0);
     Linux, sched_setaffinity(2).
@@ -72,7 +72,7 @@ def on_other_cores() -> Iterator[None]:
         cores = os.sched_getaffinity(os.getppid())
         if own < cores:
             os.sched_setaffinity(0, cores - own)
-    except (AttributeError, OSError) as error:  # not on Linux, or the parent is not to be asked
+    except (AttributeError, OSError) as error:  # not on Linux, or not permitted
         logger.debug("Threads stay on the cores that they inherit: %s", error)
     try:
         yield
@@ -82,17 +82,18 @@ def on_other_cores() -> Iterator[None]:
 
 
 def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Return threads that all run before the first work comes.
+    """Return a thread pool whose threads all run already.
 
     `ThreadPoolExecutor.submit` queues the work before it starts a thread (CPython 3.11,
-    Lib/concurrent/futures/thread.py). If the system refuses one, `submit` raises, and another does
-    the work later: a copy that was reported as failed would write to blocks of another request.
+    Lib/concurrent/futures/thread.py). If the system refuses the thread, `submit` raises, but
+    another thread does the work later: a copy reported as failed would write to another request's
+    blocks.
 
     Raises:
         ConfigError: the system refuses one of them.
     """
     executor = ThreadPoolExecutor(num_threads, name)
-    # Each waits for all others, so that none of them is given two of these.
+    # Each thread waits for all others, so that none runs two of these.
     gate = threading.Barrier(num_threads + 1)
     try:
         for _ in range(num_threads):

@@ -1,13 +1,13 @@
-"""What the scheduler side sees of vLLM's GPU blocks: whose they are, which are hashed, which free.
+"""The scheduler side's view of vLLM's GPU blocks: owners, hashes, the free queue.
 
-Nothing here changes a block or its reference count; only `forget_hashes` has vLLM take hashes away,
-only `reuse_first` changes the order of free blocks, and only `watch_allocations` wraps a method of
-vLLM's. It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
+Nothing here changes a block or its reference count. `forget_hashes` lets vLLM remove hashes,
+`reuse_first` changes the order of free blocks, and `watch_allocations` wraps a method of vLLM. The
+module reads internals of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
 v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
-Whether a block was given away shows in its hash *object*: vLLM resets it when it reallocates the
-block and builds a new object when it caches the block again. So a block whose hash is not the
-object that was noted was given away, to a request, a load, a copy-on-write or another connector.
+The hash *object* of a block identifies its owner: vLLM resets it when it reallocates the block, and
+creates a new object when it caches the block again. So a block whose hash is not the recorded
+object was reallocated: to a request, a load, a copy-on-write or another connector.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 
 from safe_offload.scheduler.cache.directory import Key
 
-__all__ = ["get_block_hash", "get_group_id"]  # from here, beside what is defined here
+__all__ = ["get_block_hash", "get_group_id"]  # re-exported
 
-# The slot behind the property: thousands are read in one step, and a property is a Python call.
+# The attribute behind the property: a step reads thousands, and a property is a Python call.
 _HASH_FIELD = "_block_hash" if hasattr(KVCacheBlock, "_block_hash") else "block_hash"
 block_hash_of: Callable[[KVCacheBlock], bytes | None] = attrgetter(_HASH_FIELD)
-"""A block's own hash in vLLM's prefix cache; None if it has none. The null block never has one."""
+"""Return a block's own hash in vLLM's prefix cache, or None. The null block never has one."""
 
 
 if _HASH_FIELD == "_block_hash":
 
     def hashes_of(blocks: Iterable[KVCacheBlock]) -> list[bytes | None]:
-        """Return the own hash of each block, in half the time of `block_hash_of` for each."""
+        """Return the own hash of each block, twice as fast as `block_hash_of` for each."""
         return [block._block_hash for block in blocks]
 else:
 
@@ -51,7 +51,7 @@ else:
 
 @dataclass(slots=True)
 class BlockTable:
-    """A block table that keeps each of its blocks for as long as it exists.
+    """A block table whose blocks stay in it for as long as it exists.
 
     Attributes:
         tables: vLLM's tables of one KV cache group, by request id.
@@ -62,13 +62,13 @@ class BlockTable:
     table: Any
 
     def stands(self) -> bool:
-        """Whether the request still has this very table, and with it each of its blocks."""
+        """Return whether the request still has this table, and so each of its blocks."""
         return self.tables.get(self.request_id) is self.table
 
 
 @dataclass(slots=True)
 class QueuePlace:
-    """A block in the queue of free blocks, with its neighbour, to see that it is still there."""
+    """A block in the free queue with its predecessor, to detect that it has moved."""
 
     block: KVCacheBlock
     before: Any
@@ -76,11 +76,11 @@ class QueuePlace:
 
     @classmethod
     def of(cls, block: KVCacheBlock) -> QueuePlace:
-        """Return where a free block is now."""
+        """Return the present place of a free block."""
         return cls(block, block.prev_free_block, block_hash_of(block))
 
     def stands(self) -> bool:
-        """Whether neither the block nor the one before it has left its place."""
+        """Return whether neither the block nor its predecessor has moved."""
         block = self.block
         return (
             block.ref_cnt == 0
@@ -91,15 +91,15 @@ class QueuePlace:
 
 @dataclass(slots=True)
 class BlockSet:
-    """GPU blocks of one KV cache group that a store reads, as they were when they were found.
+    """GPU blocks of one KV cache group that a store reads, with their hashes at that time.
 
     Bound: an entry for each block of the GPU, and the groups that it is hashed for.
 
     Attributes:
-        hashes: of each, without its group: what its bytes are found under.
-        more_keys: by its hash, what else a block is known under; most have one hash.
-        kept_in: the block tables that they are in, if none of the blocks can leave them before the
-            whole table is gone; None if the blocks must be looked at one by one.
+        hashes: of each block, without the group: the key of its bytes.
+        more_keys: by hash, further keys of a block; most have none.
+        kept_in: the block tables of all blocks, if blocks leave these only all at once; None if
+            each block must be checked.
     """
 
     group_idx: int
@@ -110,25 +110,25 @@ class BlockSet:
     kept_in: list[BlockTable] | None = None
 
     def given_away(self) -> bool:
-        """Whether one of the blocks may hold something else by now."""
+        """Return whether one of the blocks may have been reallocated."""
         if self.kept_in is not None and all(table.stands() for table in self.kept_in):
             return False
         return any(map(is_not, hashes_of(self.blocks), self.hash_objects))
 
     def intact(self) -> BlockSet:
-        """Return those that were not given away."""
+        """Return the blocks that were not reallocated."""
         if not self.given_away():
             return self
         return self.keep(list(map(is_, hashes_of(self.blocks), self.hash_objects)))
 
     def keep(self, wanted: list[bool]) -> BlockSet:
-        """Return those for which `wanted` is true."""
+        """Return the blocks for which `wanted` is true."""
         if all(wanted):
             return self
         return self.part([index for index, is_wanted in enumerate(wanted) if is_wanted])
 
     def part(self, indices: Sequence[int]) -> BlockSet:
-        """Return those at these places."""
+        """Return the blocks at these indices."""
         hashes = [self.hashes[index] for index in indices]
         more_keys = self.more_keys and {h: self.more_keys[h] for h in hashes if h in self.more_keys}
         return BlockSet(
@@ -143,20 +143,20 @@ class BlockSet:
     def add(
         self, blocks: list[KVCacheBlock], hash_objects: list[bytes], hashes: list[bytes]
     ) -> None:
-        """Take in more, one hash object and hash for each block."""
+        """Add blocks, with one hash object and hash each."""
         self.blocks += blocks
         self.hash_objects += hash_objects
         self.hashes += hashes
 
     def append(self, block: KVCacheBlock, hash_object: bytes, block_hash: bytes) -> None:
-        """Take in one more."""
+        """Add a block."""
         self.blocks.append(block)
         self.hash_objects.append(hash_object)
         self.hashes.append(block_hash)
 
 
 class GpuBlocks:
-    """View of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
+    """A view of vLLM's KV cache manager: owners and hashes of blocks.
 
     It has no state of its own.
 
@@ -167,24 +167,24 @@ class GpuBlocks:
         self._coordinator = kv_cache_manager.coordinator
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._pool = kv_cache_manager.block_pool
-        # Every other manager takes blocks out of a table that lives on: a window slides, a state
-        # moves. (vLLM 0.32.0, v1/core/single_type_kv_cache_manager.py, remove_skipped_blocks)
+        # All other managers remove blocks from live tables: a window slides, a state moves. (vLLM
+        # 0.32.0, v1/core/single_type_kv_cache_manager.py, remove_skipped_blocks)
         self._keeps_blocks = [type(m) is FullAttentionManager for m in self._managers]
 
     @property
     def null_block_id(self) -> int:
-        """The id of the block that stands for no block."""
+        """The id of vLLM's null block."""
         return int(self._pool.null_block.block_id)
 
     def keeps_blocks(self, group_idx: int) -> bool:
-        """Whether no block of the group leaves a table before all do."""
+        """Return whether the blocks of a table of the group leave it only all at once."""
         return self._keeps_blocks[group_idx]
 
     def num_tokens_kept(self, group_ids: Iterable[int]) -> int | None:
-        """Return the fewest tokens that a request computes before a full block leaves its table.
+        """Return the minimum number of tokens computed before a full block leaves its table.
 
         Returns:
-            The least of these groups; None if blocks stay for as long as the request runs.
+            The minimum over these groups; None if blocks stay for as long as the request runs.
         """
         kept = None
         for group_idx in group_ids:
@@ -195,15 +195,14 @@ class GpuBlocks:
         return kept
 
     def is_window(self, group_idx: int) -> bool:
-        """Whether the group is of sliding windows, and nothing else is special about it."""
+        """Return whether the group has plain sliding windows."""
         return type(self._managers[group_idx]) is SlidingWindowManager
 
     def tables_of(self, group_idx: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-        """Return a group's block tables by request id, and how many of their blocks are hashed.
+        """Return a group's block tables and their numbers of hashed blocks, by request id.
 
-        A table is one growing list for as long as the request holds blocks. Behind the second
-        number every block is full, its tokens are known, and its bytes are there once the step that
-        is being scheduled has run.
+        A table is one growing list for as long as the request holds blocks. A hashed block is full,
+        its tokens are known, and its bytes are complete after the step that is being scheduled.
         """
         manager = self._managers[group_idx]
         return manager.req_to_blocks, manager.num_cached_block
@@ -219,7 +218,7 @@ class GpuBlocks:
         return len(self._managers)
 
     def forget_hashes(self, block_ids: set[int] | None = None) -> None:
-        """Let vLLM's prefix cache find these blocks no more, or none; who has them keeps them.
+        """Remove these blocks, or all, from vLLM's prefix cache; requests keep their blocks.
 
         vLLM does the same with blocks that another connector could not load.
         Source: vLLM 0.31 to 0.33, BlockPool.evict_blocks.
@@ -233,9 +232,9 @@ class GpuBlocks:
         self._pool.evict_blocks(block_ids)
 
     def reuse_first(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Let vLLM allocate these free blocks before all others, and find them until then.
+        """Let vLLM allocate these free blocks first; until then, its prefix cache finds them.
 
-        Source: vLLM 0.31 to 0.33, BlockPool.free_blocks, which does so with blocks without a hash.
+        Source: vLLM 0.31 to 0.33, BlockPool.free_blocks, which does so with unhashed blocks.
         """
         queue = self._pool.free_block_queue
         moved = list(blocks)
@@ -244,7 +243,7 @@ class GpuBlocks:
         queue.prepend_n(moved)
 
     def unhashed_ahead(self, count: int) -> list[KVCacheBlock]:
-        """Return up to `count` blocks that are allocated next, up to the first that has a hash."""
+        """Return up to `count` blocks from the head of the free queue, before any hashed one."""
         queue = self._pool.free_block_queue
         end, block = queue.fake_free_list_tail, queue.fake_free_list_head.next_free_block
         blocks: list[KVCacheBlock] = []
@@ -254,16 +253,16 @@ class GpuBlocks:
         return blocks
 
     def all_tables_of(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
-        """Return the block tables of a request, one for each group in which it has blocks."""
+        """Return the non-empty block tables of a request."""
         tables = (manager.req_to_blocks.get(request_id) for manager in self._managers)
         return list(filter(None, tables))
 
     def forget_blocks_of(
         self, tables: Iterable[Sequence[KVCacheBlock]], hashes: Collection[bytes]
     ) -> None:
-        """Let vLLM's prefix cache find no block of these tables by one of these hashes.
+        """Remove the blocks of these tables that have one of these hashes from vLLM's cache.
 
-        A large block has several of them, joined, the last at the end.
+        The key of a large block is several hashes, joined; the last one counts.
         """
         length = len(next(iter(hashes), b""))
         self.forget_hashes(
@@ -275,39 +274,39 @@ class GpuBlocks:
         )
 
     def is_positional(self, group_idx: int) -> bool:
-        """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").
+        """Return whether block `i` of a table holds the i-th tokens (not for Mamba "align").
 
         Source: SingleTypeKVCacheManager.has_positionally_stable_blocks.
         """
         return bool(getattr(self._managers[group_idx], "has_positionally_stable_blocks", True))
 
     def block_tokens(self, group_idx: int) -> int:
-        """Return how many tokens a block of a group has."""
+        """Return the number of tokens per block of a group."""
         return int(self._managers[group_idx].block_size)
 
     def num_cached_tokens(self, request: Any) -> int:
-        """Return how many first tokens of a request vLLM's prefix cache has; changes nothing."""
+        """Return the length of a request's hit in vLLM's prefix cache, without side effects."""
         found = self._coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1
         )
         return int(found[1])
 
     def holds_blocks(self, request_id: str) -> bool:
-        """Whether vLLM still keeps any block for this request id."""
+        """Return whether vLLM still holds any block for this request id."""
         return any(manager.req_to_blocks.get(request_id) for manager in self._managers)
 
     def block_ids_of(self, request_id: str) -> set[int]:
-        """Return the blocks that a request has in all groups."""
+        """Return the ids of a request's blocks in all groups."""
         tables = (manager.req_to_blocks.get(request_id, ()) for manager in self._managers)
         return {block.block_id for table in tables for block in table}
 
     def block(self, block_id: int) -> KVCacheBlock:
-        """Return the block object of an id."""
+        """Return the block with this id."""
         block: KVCacheBlock = self._pool.blocks[block_id]
         return block
 
     def free_blocks(self, count: int, after: KVCacheBlock | None = None) -> list[KVCacheBlock]:
-        """Return up to `count` blocks of the free queue, from the head or after a block of it."""
+        """Return up to `count` blocks of the free queue, from its head or after a block."""
         queue = self._pool.free_block_queue
         end = queue.fake_free_list_tail
         block = (after or queue.fake_free_list_head).next_free_block
@@ -320,9 +319,9 @@ class GpuBlocks:
         return blocks
 
     def watch_allocations(self, watch: Callable[[list[KVCacheBlock]], None]) -> None:
-        """Call `watch` with the blocks of each allocation, which have their hashes still.
+        """Call `watch` with the blocks of each allocation, before vLLM resets their hashes.
 
-        It is called inside a call of vLLM, so it must not raise.
+        vLLM's allocation calls it, so it must not raise.
         Source: vLLM 0.31 to 0.33, BlockPool.get_new_blocks.
         """
         queue = self._pool.free_block_queue
@@ -336,20 +335,20 @@ class GpuBlocks:
         queue.popleft_n = popleft_n
 
     def cached_hashes(self) -> set[bytes]:
-        """Return the hash of each block of vLLM's prefix cache; takes time for every block."""
+        """Return all hashes in vLLM's prefix cache, in time linear in the number of blocks."""
         hash_objects = hashes_of(self._pool.blocks)
         return {
             get_block_hash(hash_object) for hash_object in hash_objects if hash_object is not None
         }
 
     def more_hashes(self, block_id: int) -> list[bytes]:
-        """Return by what hashes, with their group, vLLM knows a block beside its own."""
+        """Return the further hashes, with groups, under which vLLM finds a block."""
         table = getattr(self._pool, "cached_block_hashes_by_block", None)
         return sorted(table.get(block_id, ())) if table else []
 
     @property
     def has_more_hashes(self) -> bool:
-        """Whether any block has."""
+        """Whether any block has further hashes."""
         return bool(getattr(self._pool, "cached_block_hashes_by_block", None))
 
 
@@ -359,13 +358,13 @@ def missing_blocks(
     gpu: GpuBlocks,
     tables: Sequence[Mapping[bytes, int]],
 ) -> list[BlockSet]:
-    """Return those that vLLM has hashed and the host neither has nor is about to have, by group.
+    """Return the hashed blocks that the host neither has nor is storing, by group.
 
-    Of blocks that hold the same, as two requests may have computed it, it is the first.
+    Of duplicates, which two requests may have computed, it is the first.
 
     Args:
-        hash_objects: the hash object of each; None if vLLM has not hashed it.
-        tables: what the host has, for each group.
+        hash_objects: the hash object of each block; None if vLLM has not hashed it.
+        tables: by group, the hashes of the host's blocks.
     """
     by_end = {_end_of(group_idx): table for group_idx, table in enumerate(tables)}
     first: dict[bytes, KVCacheBlock] = {}
@@ -380,19 +379,19 @@ def missing_blocks(
             missing.append(BlockSet(group_idx, [first[h] for h in found], found, hashes))
     if gpu.has_more_hashes:
         for block_set in missing:
-            owned = block_set.intact()  # what was given away has the hashes of its next owner
+            owned = block_set.intact()  # a reallocated block has the hashes of its new owner
             block_set.more_keys = find_more_keys(gpu, owned.blocks, owned.hashes)
     return missing
 
 
 def _end_of(group_idx: int) -> bytes:
-    """Return what stands behind the hash in hash objects of a group."""
+    """Return the suffix of the hash objects of a group."""
     return bytes(make_block_hash_with_group_id(BlockHash(b""), group_idx))
 
 
 def find_more_keys(
     gpu: GpuBlocks, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]
 ) -> dict[bytes, list[Key]]:
-    """Return what blocks are known under beside their own hash, by that hash."""
+    """Return the further keys of blocks, by their own hash."""
     more = ((h, gpu.more_hashes(b.block_id)) for h, b in zip(hashes, blocks, strict=True))
     return {h: [Key(get_group_id(k), get_block_hash(k)) for k in keys] for h, keys in more if keys}

@@ -1,4 +1,4 @@
-"""How a model's KV cache is cut into groups and blocks."""
+"""Groups and block sizes of a model's KV cache."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class GroupGeometry:
-    """Sizes of blocks and groups; nothing here changes.
+    """Sizes of blocks and groups; immutable.
 
     Bound: an entry for each KV cache group.
 
     Args:
-        coordinator: of vLLM, over any pool.
+        coordinator: vLLM's, over any pool.
 
     Attributes:
         hash_block_size: tokens of one hash of `Request.block_hashes`.
         alignment_tokens: hits start at a multiple of this.
         group_ids: KV cache groups that are stored.
-        group_block_sizes: tokens of a block, for each group.
-        is_plain: there is nothing but one group of full attention.
+        group_block_sizes: tokens of a block, by group.
+        is_plain: the only group is full attention.
         retention_interval: see `cache_hits.retention_interval`.
     """
 
@@ -43,8 +43,8 @@ class GroupGeometry:
             for group in kv_cache_config.kv_cache_groups
             if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
         ]
-        # A chunked-local group counts its chunks from the first token, so a search that starts
-        # after the GPU's hit is right only at a chunk boundary.
+        # A chunked-local group counts its chunks from the first token, so a search after the GPU's
+        # hit must start at a chunk boundary.
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
         self.group_ids = specs.cacheable_group_ids(kv_cache_config)
         self._kept = [
@@ -58,7 +58,7 @@ class GroupGeometry:
         self.retention_interval = cache_hits.retention_interval(coordinator)
 
     def hashes_of(self, request: Request, group_idx: int) -> Sequence[bytes]:
-        """Return the hash of each block of a request, as large as the blocks of a group are."""
+        """Return the hashes of a request's blocks, of the block size of a group."""
         block_size = self.group_block_sizes[group_idx]
         hashes: Sequence[bytes] = request.block_hashes
         if block_size != self.hash_block_size:
@@ -66,20 +66,20 @@ class GroupGeometry:
         return hashes
 
     def num_blocks_spanned(self, num_tokens: int) -> int:
-        """Return how many blocks the tables of `num_tokens` tokens span, over all groups."""
+        """Return the number of blocks that `num_tokens` tokens span, over all groups."""
         return sum([-(-num_tokens // size) for size in self.group_block_sizes])
 
     def num_blocks_at_once(self, num_tokens: int) -> int:
-        """Return how many of these a request has at most while it computes them all."""
+        """Return how many of these a request holds at most while it computes them."""
         return sum([min(-(-num_tokens // size), peak) for _, size, peak in self._kept])
 
     def num_blocks_held(self, num_tokens: int) -> int:
-        """Return how many of these a request needs to go on; a window has slid past the others."""
+        """Return how many of these a request still needs after computing them (windows slide)."""
         num_held = 0
         for num_skipped, size, peak in self._kept:
             num_held += min(-(-num_tokens // size) - num_skipped(num_tokens) // size, peak)
         return num_held
 
     def num_blocks_in_step(self, num_tokens: int) -> int:
-        """Return the most blocks that `num_tokens` tokens of one step may need, over all groups."""
+        """Return the maximum number of blocks for `num_tokens` tokens of a step, all groups."""
         return sum(-(-num_tokens // size) + 1 for size in self.group_block_sizes)

@@ -1,4 +1,4 @@
-"""What the ranks tell about themselves: how many slots they have, which failures, bad memory."""
+"""The state of the ranks, from their reports: slots, failures, corrupted memory."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 FAILED_IN_A_ROW_MAX = 100
-"""Copies of a rank that may fail, none in between ending well, before we give it up."""
+"""Consecutive failed copies after which a rank counts as lost."""
 
 
 class Ranks:
-    """The worker processes, as their reports show them.
+    """The worker processes, as known from their reports.
 
-    Bound: an entry for each rank, and for each reason of failures.
+    Bound: an entry for each rank, and for each failure reason.
 
     Args:
-        slots: opened as all ranks have them, retired where one rank's memory is bad.
+        slots: opened once all ranks have them, retired if corrupted on one rank.
 
     Attributes:
         has_dead: a rank will never copy again.
-        num_failed_in_a_row: copies by rank; of those without a failure since nothing is noted.
-        host_labels: how the ranks keep and copy, by labels of `observe.metrics.INFO`; another
-            object when that has changed.
+        num_failed_in_a_row: consecutive failed copies, by rank; a success removes the entry.
+        host_labels: labels of `observe.metrics.INFO` that depend on the ranks; a new object after
+            each change.
     """
 
     def __init__(self, num_ranks: int, slots: SlotPool, counters: Counters) -> None:
@@ -55,23 +55,23 @@ class Ranks:
         self.num_failed_in_a_row: Counter[int] = Counter()
 
     def add_capacity(self, capacity: Capacity) -> None:
-        """Open as many slots as every rank has."""
+        """Open the slots that every rank has."""
         self._capacities[capacity.rank] = capacity.num_slots
         if len(self._capacities) == self._num_ranks:
             self._slots.open(min(self._capacities.values()))
 
     def add_facts(self, facts: HostFacts) -> None:
-        """Note how a rank keeps and copies; say so once when the memory of all is ready.
+        """Record the memory and copy paths of a rank; log once when the memory of all is ready.
 
-        Each rank that shares a memory stores its part alone, so all of them have to share it.
+        Ranks that share memory store one part each, so they must agree on who shares.
         """
         self._facts[facts.rank] = facts
         known = list(self._facts.values())
         for other in known:
             few, many = sorted((facts.num_sharing, other.num_sharing))
             if few != many and facts.rank // many == other.rank // many:
-                said = f"it reports {facts.num_sharing} consecutive ranks sharing its host memory"
-                self.lose(facts.rank, f"{said}; rank {other.rank} reports {other.num_sharing}")
+                why = f"it reports {facts.num_sharing} consecutive ranks sharing its host memory"
+                self.lose(facts.rank, f"{why}; rank {other.rank} reports {other.num_sharing}")
         if len(known) < self._num_ranks:
             return
         labels = merge(known) | self._more_labels
@@ -92,12 +92,12 @@ class Ranks:
         )
 
     def label(self, name: str, value: str) -> None:
-        """Let `host_labels` say this beside what the ranks say."""
+        """Add a label to `host_labels`."""
         self._more_labels[name] = value
         self.host_labels = {**self.host_labels, name: value}
 
     def retire(self, bad: BadSlots) -> None:
-        """Take slots whose memory has changed out of use, for good."""
+        """Retire slots whose memory has changed."""
         retired = self._slots.retire(bad.slot_ids)
         self._slots.forget(retired)
         if retired:
@@ -112,7 +112,7 @@ class Ranks:
             )
 
     def watch(self, outcome: Outcome, kind: str) -> None:
-        """Log what failed; give up on a rank that will never copy again, and say so once."""
+        """Log a failure; give up on a rank that will never copy again."""
         rank, failure = outcome.rank, outcome.failure
         if failure is None:
             del self.num_failed_in_a_row[rank]
@@ -134,7 +134,7 @@ class Ranks:
             self.lose(rank, f"{num_failed} transfers in a row failed")
 
     def lose(self, rank: int, why: str) -> None:
-        """Give up on a rank that will never copy again, and say so once."""
+        """Give up on a rank that will never copy again, and log it once."""
         if self.has_dead:
             return
         self.has_dead = True
@@ -146,13 +146,13 @@ class Ranks:
         )
 
     def _is_worth_a_line(self, reason: FailureReason) -> bool:
-        """A dead worker fails every transfer from then on; the log must not drown in that."""
+        """Return whether to log a failure: a dead worker fails every transfer from then on."""
         self._num_failed[reason] += 1
         return is_milestone(self._num_failed[reason])
 
 
 def merge(facts: Sequence[HostFacts]) -> dict[str, str]:
-    """Return what holds for all ranks, or "mixed", or "unknown"; and the NUMA nodes of all."""
+    """Return labels common to all ranks, "mixed" or "unknown" otherwise, and all NUMA nodes."""
     memories = [one.memory for one in facts]
     nodes = sorted({node for memory in memories for node in memory.numa_nodes})
     return {
