@@ -1,6 +1,6 @@
-"""What is counted and observed, to explain what the connector did.
+"""Counters and histograms of the connector.
 
-`observe/metrics.py` carries it to vLLM's log line and to Prometheus.
+`observe/metrics.py` exports them to vLLM's log line and to Prometheus.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safe_offload.protocol import FailureReason
 Label = tuple[str, str]
 """Name and value."""
 Observed = dict[str, dict[int, tuple[int, float]]]
-"""By name of a histogram: how many values are in a bucket, by its index, and their sum."""
+"""By histogram name and bucket index: the number of values and their sum."""
 
 _EVICTED = "Blocks evicted, by whether they were hit."
 _HINTS = "Actions of request hints; unknown ones are ignored."
@@ -25,12 +25,12 @@ _DROPPED = "Finished request ids kept from vLLM's scheduler, which would have cr
 
 
 class Series(str):
-    """A metric, or one series of it: the name, with the labels if there are any.
+    """One series of a metric: its name, with labels if it has any.
 
     Attributes:
         metric: the metric's name, without the prefix.
-        labels: tell series of one metric apart.
-        buckets: upper bounds of a histogram's; a value that equals one is in it.
+        labels: distinguish the series of one metric.
+        buckets: inclusive upper bounds of a histogram's buckets.
     """
 
     metric: str
@@ -48,7 +48,7 @@ class Series(str):
 
 
 class Count(Series, enum.ReprEnum):
-    """What is counted."""
+    """The counters."""
 
     HIT_TOKENS = "hit_tokens", "Tokens of hits whose load started."
     LOADED_TOKENS = "loaded_tokens", "Tokens of hits loaded successfully."
@@ -137,7 +137,7 @@ FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS = map(
 )
 _FAILED = (FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS)
 COUNTERS: tuple[Series, ...] = (*Count, *(s for failed in _FAILED for s in failed.values()))
-"""Everything that is counted."""
+"""All counters."""
 RENAMED = {
     "fetch_blocks_no_slot": "roomless_blocks",
     "skipped_hits": "unpaid_hits",
@@ -147,7 +147,7 @@ RENAMED = {
 
 
 def _both(metric: str, doc: str, buckets: tuple[float, ...]) -> tuple[Series, Series]:
-    """Return a histogram of loads, and one of stores."""
+    """Return the series of loads and of stores of a histogram."""
     load, store = (
         Series(metric, doc, ("direction", name), buckets=buckets) for name in ("load", "store")
     )
@@ -157,7 +157,7 @@ def _both(metric: str, doc: str, buckets: tuple[float, ...]) -> tuple[Series, Se
 SECONDS = (*(n * 10.0**e for e in range(-4, 1) for n in (1, 2.5, 5)), 10.0, 25.0)
 TOKENS = tuple(2.0**k for k in range(4, 21))
 BYTES = tuple(n * 1e6 for n in (1, 5, 10, 20, 40, 60, 80, 100, 150, 200))
-"""vLLM's (0.32.0, distributed/kv_transfer/kv_connector/v1/offloading/metrics.py)."""
+"""As in vLLM 0.32.0, distributed/kv_transfer/kv_connector/v1/offloading/metrics.py."""
 
 LOAD_S, STORE_S = _both(
     "transfer_seconds", "Duration of one copy on one rank, without queueing.", SECONDS
@@ -184,11 +184,11 @@ HISTOGRAMS = {
         *(TIER_WAIT_S, PROBE_S, FETCH_S),
     )
 }
-"""Everything that is observed one by one, by name."""
+"""All histograms, by name."""
 
 
 class TierSeries:
-    """What is counted and observed of one tier, by all ranks; `number` 1 is the nearest.
+    """The metrics of one tier, over all ranks; `number` 1 is the nearest.
 
     Bound: an entry for each word.
     """
@@ -227,7 +227,7 @@ class TierSeries:
 
     @property
     def counters(self) -> tuple[Series, ...]:
-        """Return what is counted."""
+        """Return the counters."""
         return (
             *(self.read_objects, self.read_bytes, self.written_objects, self.written_bytes),
             *(
@@ -248,7 +248,7 @@ TIER_TROUBLE = ("failed", "timed_out", "left_alone", "cancelled", "unreadable")
 TIER_MISSES = ("absent", "corrupt", "foreign", *TIER_TROUBLE)
 TIER_DROPS = ("full", *TIER_TROUBLE)
 TIER_SERIES = tuple(map(TierSeries, range(1, MAX_TIERS + 1)))
-"""By tier, the nearest first."""
+"""By tier, nearest first."""
 TIERS_NOT_READY = "tiers_not_ready"
 """A gauge of the workers."""
 
@@ -265,12 +265,12 @@ TENANT_GAUGES = {
 
 
 def of_tenant(name: str, label: str) -> str:
-    """Return the series of a tenant; which labels there are, a file says that may change."""
+    """Return the series of a tenant, whose label comes from the tenants file."""
     return f'tenant_{name}{{tenant="{label}"}}'
 
 
 def is_milestone(count: int) -> bool:
-    """Return whether the count-th event of a kind is logged: the 1st, 10th, 100th ..."""
+    """Return whether to log the count-th event of a kind: the 1st, 10th, 100th ..."""
     return count > 0 and str(count).strip("0") == "1"
 
 
@@ -286,26 +286,26 @@ class Counters(Counter[str]):
         self._observed: Observed = {}
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Count whole seconds, and carry the rest over."""
+        """Count whole seconds and carry the fraction over."""
         total_s = self._part_s.get(name, 0.0) + seconds
         if total_s >= 1:
             self[name] += int(total_s)
         self._part_s[name] = total_s - int(total_s)
 
     def take(self) -> dict[str, int]:
-        """Return what was counted since the last call, and start again from zero."""
+        """Return the counts since the last call, and reset them."""
         taken = {str(name): number for name, number in self.items() if number}
         self.clear()
         return taken
 
     def observe(self, histogram: Series, value: float) -> None:
-        """Note one value."""
+        """Record one value."""
         cells = self._observed.setdefault(str(histogram), {})
         bucket = bisect_left(histogram.buckets, value)
         count, total = cells.get(bucket, (0, 0.0))
         cells[bucket] = count + 1, total + value
 
     def take_observed(self) -> Observed:
-        """Return what was observed since the last call, in the buckets of each histogram."""
+        """Return the observed values since the last call, by histogram and bucket."""
         taken, self._observed = self._observed, {}
         return taken

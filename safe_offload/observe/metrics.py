@@ -1,4 +1,4 @@
-"""What was counted and observed on its way to vLLM's log line and to Prometheus.
+"""Export of counters and histograms to vLLM's log line and to Prometheus.
 
 Metrics are named `vllm:safe_offload_<name>`; docs/reference/metrics.md lists them. All series exist
 from startup, so that an alert can be written before the first failure.
@@ -71,7 +71,7 @@ INFO = (
     *("longest_requests", "gpu_pools", "groups"),
     *("eviction_order", "memory", "huge_pages", "numa_node", "copies_by", "ranks_per_copy"),
 )
-"""Labels of the metric `info`. All ranks have reported the last five."""
+"""Labels of the metric `info`. The last five come from the reports of all ranks."""
 
 _COUNTS, _GAUGES, _OBSERVED = "counts", "gauges", "observed"
 _INFO, _OLD_INFO = "info", "old_info"
@@ -87,16 +87,16 @@ _VLLM_HISTOGRAMS = {
     "store_size": (STORE_SIZE_BYTES, "Histogram of KV offload store operation size, in bytes."),
 }
 _VLLMS = {**_VLLM_COUNTERS, **_VLLM_HISTOGRAMS}
-"""What vLLM's OffloadingConnector calls `vllm:kv_offload_<name>`: a sum of what was observed here,
-or the same histogram."""
+"""Metrics of vLLM's OffloadingConnector, `vllm:kv_offload_<name>`: a sum of a histogram here, or
+the same histogram."""
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts of an interval, what was observed in it, and the last state.
+    """Counts and observed values of an interval, and the last gauges.
 
-    `data` is {"counts": {...}, "gauges": {...}}, with "observed" if there is any. When the set-up
-    is first known or changes, it also has "info" and, if there was one, the "old_info" that it
-    replaces.
+    `data` is {"counts": {...}, "gauges": {...}}, with "observed" if values were observed. When the
+    set-up becomes known or changes, it also has "info" and, after a change, the previous one as
+    "old_info".
     """
 
     data: dict[str, Any]
@@ -110,7 +110,7 @@ class OffloadStats(KVConnectorStats):
         info: dict[str, str] | None = None,
         old_info: dict[str, str] | None = None,
     ) -> OffloadStats:
-        """Return the statistics of these counts, gauges, observed values and labels."""
+        """Return statistics with these counts, gauges, observed values and labels."""
         data: dict[str, Any] = {_COUNTS: counts, _GAUGES: gauges}
         if observed:
             data[_OBSERVED] = observed
@@ -121,14 +121,14 @@ class OffloadStats(KVConnectorStats):
         return cls(data=data)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all data."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> OffloadStats:
-        """Add the counts of a later interval and take over its state.
+        """Add the counts of a later interval and adopt its gauges.
 
-        The mappings that `data` was made of are not changed: vLLM hands them to several loggers,
-        and the connector compares its gauges with the last that it handed out.
+        Mappings passed in are not modified: vLLM passes them to several loggers, and the connector
+        compares its gauges with the last ones returned.
         """
         counts = dict(self.data.get(_COUNTS, {}))
         for name, number in other.data.get(_COUNTS, {}).items():
@@ -141,9 +141,9 @@ class OffloadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs: every count that is not 0, the mean of each time, and the state.
+        """Return what vLLM logs: non-zero counts, the mean of each time, and gauges.
 
-        Sizes are left out: their sums are among the counts.
+        Sizes are omitted: their sums are among the counts.
         """
         observed = self.data.get(_OBSERVED, {}).items()
         means = {
@@ -159,7 +159,7 @@ class OffloadStats(KVConnectorStats):
 
 
 def _added(some: Observed, more: Observed) -> Observed:
-    """Return the values of both, which are not changed."""
+    """Return the sums of both, without modifying them."""
     total = dict(some)
     for name, cells in more.items():
         sums = total[name] = dict(total.get(name, {}))
@@ -178,9 +178,9 @@ def _total(cells: Mapping[int, tuple[int, float]]) -> float:
 
 
 class StatsReporter:
-    """Hands out what has changed; its state is what it has handed out last.
+    """Returns statistics when they have changed; its state is the last ones returned.
 
-    `info` is how the connector is set up, by labels of `INFO`; empty if unknown.
+    `info` is the set-up of the connector, by labels of `INFO`; empty if unknown.
 
     Bound: an entry for each name.
     """
@@ -193,7 +193,7 @@ class StatsReporter:
         self._last_host: Mapping[str, str] = {}
 
     def take(self, side: Side) -> OffloadStats | None:
-        """Return counts since the last call and the state of the host pool, if either changed."""
+        """Return counts since the last call and gauges, if any changed."""
         if not (side.has_changed or self._counters):
             return None  # most steps
         side.changes_taken()
@@ -213,7 +213,7 @@ class StatsReporter:
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of the connector, one set for each engine.
+    """Prometheus metrics of the connector, one set per engine.
 
     Bound: an entry for each name.
     """
@@ -258,7 +258,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
     def _make_series(
         self, cls: Any, kind: Iterable[Series], suffix: str = "", **kwargs: Any
     ) -> dict[str, Any]:
-        """Make one metric for all series of one name, which labels tell apart."""
+        """Create one metric for all series of one name, distinguished by labels."""
         made: dict[str, Any] = {}
         by_series: dict[str, Any] = {}
         for series in kind:
@@ -288,7 +288,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts and values; unknown names are ignored."""
+        """Add the counts and values of an interval; unknown names are ignored."""
         counts, gauges = (transfer_stats_data.get(part, {}) for part in (_COUNTS, _GAUGES))
         observed: Observed = transfer_stats_data.get(_OBSERVED, {})
         for name, number in counts.items():
@@ -306,7 +306,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, cells in observed.items():
             if name in self._histograms:
                 _observe(self._histograms[name][engine_idx], cells)
-        # Old labels are set to 0, not removed: another process may still have them.
+        # Outdated labels are set to 0, not removed: another process may still have them.
         for part, value in ((_OLD_INFO, 0), (_INFO, 1)):
             if info := transfer_stats_data.get(part):
                 values = (info.get(label, "") for label in INFO)
@@ -321,21 +321,20 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 metric[engine_idx].inc(_total(cells))
 
     def _of_tenant(self, name: str, engine_idx: int) -> Any:
-        """Return the series of a tenant of this name; None if it is none."""
+        """Return the series of a tenant by its name; None for another name."""
         metric, _, label = name.partition('{tenant="')
         if metric not in self._of_tenants:
             return None
         values = *self.per_engine_labelvalues[engine_idx], label.removesuffix('"}')
-        for name in TENANT_COUNTERS:  # they begin with the first gauge
+        for name in TENANT_COUNTERS:  # they exist from the first gauge on
             self._of_tenants[f"tenant_{name}"].labels(*values)
         return self._of_tenants[metric].labels(*values)
 
     def _make_vllms(self) -> dict[str, Any]:
-        """Make what vLLM's OffloadingConnector has too, unless that is there and has made it.
+        """Create the metrics of vLLM's OffloadingConnector, unless that connector did.
 
-        This is done at the first statistics, which come before the first request: by then
-        MultiConnector has made the metrics of all connectors, and it ends the start if two of them
-        make the same.
+        This happens at the first statistics, before the first request: by then MultiConnector has
+        created the metrics of all connectors. Earlier, duplicates would end the start.
         """
         made: dict[str, Any] = {}
         for name, (_, doc) in _VLLMS.items():
@@ -355,7 +354,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
 
 def _observe(metric: Any, cells: Mapping[int, tuple[int, float]]) -> None:
-    """Observe the mean of each bucket, which lies in it: counts and the sum come out right."""
+    """Observe the mean of each bucket, as often as it has values: counts and sum are exact."""
     for count, total in cells.values():
         for _ in range(count):
             metric.observe(total / count)

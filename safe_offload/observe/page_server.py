@@ -1,9 +1,9 @@
-"""One page over HTTP, from a thread beside vLLM's scheduler, which must not notice.
+"""An HTTP server of one page, in a thread beside vLLM's scheduler, which it must not delay.
 
-Whoever reaches the port may leave connections open, send byte by byte, ask without end, or find the
-process without descriptors. So there are few connections, each has a deadline, and between small
-pieces of work the thread sleeps: a thread that only waits for the GIL gets it after 5 ms at the
-earliest. No server of a library that vLLM brings has these bounds.
+Clients may leave connections open, send byte by byte, send requests endlessly, or find the process
+out of descriptors. So connections are few, each has a deadline, and the thread sleeps between small
+pieces of work: a thread that only waits for the GIL gets it after 5 ms at the earliest. No HTTP
+server among vLLM's dependencies has these bounds.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from collections.abc import Callable, Iterable
 logger = logging.getLogger(f"vllm.{__name__}")
 
 CONNECTIONS_MAX = 16
-"""Of a further one, the oldest that has not asked yet is closed; if all have, it waits."""
+"""A further one closes the oldest without a request yet; if all have sent one, it waits."""
 DEADLINE_S = 10.0
-"""Of each connection, which ends with its answer."""
+"""For each connection, which ends with its response."""
 REQUEST_BYTES_MAX = 1 << 14
 SLICE_S, PAUSE_S = 0.0003, 0.001
 ACCEPT_PAUSE_S = 0.01
-"""After each connection, and each that could not be accepted."""
-KIND = "text/plain; version=0.0.4; charset=utf-8"
-"""Of a page: Prometheus' text format."""
+"""After each connection, also after a failed accept."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus' text format."""
 
 
 class PageServer:
-    """Answers each GET with a page.
+    """Responds to each GET with the page.
 
-    Its thread alone changes its state: the tasks of connections; those of them that have not asked
-    yet, the oldest first; and whether it is to end.
+    Only its thread changes its state: the tasks of connections, those without a request yet (the
+    oldest first), and whether it is stopping.
 
     Bound: `CONNECTIONS_MAX` tasks.
 
     Args:
-        make_pieces: the page, each piece small: no other thread of Python runs meanwhile.
+        make_pieces: makes the page in small pieces; no other Python thread runs during a piece.
 
     Raises:
         OSError: the port cannot be opened.
-        OverflowError: there is no such port.
+        OverflowError: the port number is invalid.
     """
 
     def __init__(self, port: int, host: str, make_pieces: Callable[[], Iterable[bytes]]) -> None:
@@ -71,7 +71,7 @@ class PageServer:
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
-        # `sock_accept` then fails; if it is cancelled while a connection comes, asyncio logs that.
+        # Makes `sock_accept` fail. If it were cancelled, asyncio might log an error.
         self._listener.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
@@ -88,7 +88,7 @@ class PageServer:
                     await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
                 try:
                     connection, _ = await self._loop.sock_accept(self._listener)
-                except OSError:  # no descriptor is left
+                except OSError:  # out of descriptors
                     continue
                 task = group.create_task(self._serve(connection))
                 self._tasks.add(task)
@@ -108,16 +108,16 @@ class PageServer:
         else:
             status, page = "405 Method Not Allowed", b""
         head = (
-            f"HTTP/1.1 {status}\r\nContent-Type: {KIND}\r\nContent-Length: {len(page)}"
+            f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(page)}"
             "\r\nAllow: GET\r\nConnection: close\r\n\r\n"
         )
         await self._loop.sock_sendall(connection, head.encode() + page)
 
     async def _read_method(self, connection: socket.socket) -> bytes:
-        """Return the method of a request, when its head is there.
+        """Return the method of a request, once its head is complete.
 
         Raises:
-            ConnectionError: there is no head, or one that is too long.
+            ConnectionError: the head is incomplete or too long.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -130,14 +130,14 @@ class PageServer:
                 if b"\r\n\r\n" in head:
                     break
                 if not piece or len(head) >= REQUEST_BYTES_MAX:
-                    raise ConnectionError("no head of a request")
+                    raise ConnectionError("incomplete or oversized request")
                 await asyncio.sleep(PAUSE_S)
             return head.partition(b" ")[0]
         finally:
             del self._silent[task]
 
     async def _make_page(self) -> bytes:
-        """Return the page; one is made at a time, so that all pieces have pauses between them."""
+        """Return the page; one page at a time is made, so that there are pauses between pieces."""
         async with self._page_lock:
             pieces: list[bytes] = []
             end_s = time.perf_counter() + SLICE_S

@@ -1,8 +1,8 @@
-"""The metrics, served by the engine itself: for where vLLM's API server drops them.
+"""Metrics served by the engine itself, for API servers of vLLM that drop them.
 
-vLLM's Rust frontend knows the metrics of vLLM's own connectors only, and without log statistics
-there are none. The scheduler's process sees all: those of the workers come with their reports.
-Hooks only write and a scrape only reads, so that neither waits for the other.
+vLLM's Rust frontend exports metrics of vLLM's own connectors only, and without log statistics there
+are none. The scheduler's process has all metrics: those of the workers come with their reports.
+Hooks only write and a scrape only reads, so neither waits for the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILIES = {kind: getattr(core, f"{kind.__name__}MetricFamily") for kind in KIND
 
 
 class _Series:
-    """One series, with what `OffloadPromMetrics` calls of prometheus_client's."""
+    """One series, with the methods of prometheus_client that `OffloadPromMetrics` calls."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -53,7 +53,7 @@ class _Series:
 
 
 class _Metric:
-    """A metric. Those of prometheus_client would go into the files that API servers share.
+    """A metric; prometheus_client's own would write to the files that API servers share.
 
     Bound: a series for each set of labels.
     """
@@ -74,7 +74,7 @@ class _Metric:
         return self._series.setdefault(tuple(map(str, values)), _Series(self._bounds))
 
     def pieces(self) -> Iterator[bytes]:
-        """Make its part of a page, series by series."""
+        """Yield its part of the page, series by series."""
         head = _text(self._new_family())
         yield head
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
@@ -92,7 +92,7 @@ def _text(family: Any) -> bytes:
 
 
 class ServedStats:
-    """Hands on what a reporter hands out, and serves it together with what workers report.
+    """Passes on the statistics of a reporter, and serves them with those of the workers.
 
     Bound: an entry for each name.
     """
@@ -100,7 +100,7 @@ class ServedStats:
     def __init__(
         self, reporter: StatsReporter, config: OffloadConfig, vllm_config: VllmConfig
     ) -> None:
-        from safe_offload.observe.page_server import PageServer  # asyncio, for those who ask
+        from safe_offload.observe.page_server import PageServer  # imports asyncio
 
         index = vllm_config.parallel_config.data_parallel_index
         labels = {0: [vllm_config.model_config.served_model_name, str(index)]}
@@ -111,15 +111,15 @@ class ServedStats:
         self._server = config.open_metrics(
             index, functools.partial(PageServer, make_pieces=self.pieces)
         )
-        told = 'Serving metrics at http://%s:%d/metrics ("metrics_host", "metrics_port").'
-        logger.info(told, config.metrics_host, self._server.port)
+        message = 'Serving metrics at http://%s:%d/metrics ("metrics_host", "metrics_port").'
+        logger.info(message, config.metrics_host, self._server.port)
 
     def _make(self, kind: Any, **options: Any) -> _Metric:
         self._metrics.append(_Metric(kind, **options))
         return self._metrics[-1]
 
     def pieces(self) -> Iterator[bytes]:
-        """Make the page, series by series: see `PageServer`."""
+        """Yield the page, series by series: see `PageServer`."""
         return (piece for metric in list(self._metrics) for piece in metric.pieces())
 
     def take(self, side: Side) -> OffloadStats | None:
@@ -130,7 +130,7 @@ class ServedStats:
         return stats
 
     def of_workers(self, stats: Any) -> None:
-        """Serve what the workers have reported: our statistics, or MultiConnector's."""
+        """Serve the statistics of the workers, also those within MultiConnector's."""
         if not isinstance(stats, OffloadStats):
             stats = getattr(stats, "data", {}).get(CONNECTOR_NAME)
         if stats is not None:
