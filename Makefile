@@ -11,7 +11,7 @@
 #   REPOSITORY=https://…  the address of the repository, for `make alerts`, `make dist` and `make site`
 #   TIER=mooncake         what the engines of `make demo-fleet` share (default: valkey)
 #   VLLM=0.33.0           the vLLM of `make test-compat`
-#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='llama layouts': only
+#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='llama soak': only
 #                         these; SMALL=1: on the CPU, to try the steps
 
 SHELL := /bin/bash

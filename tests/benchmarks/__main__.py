@@ -28,13 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copies", "`transfer`, plus vLLM's own copies and latencies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("breakdown", "latency breakdown of a hit, from its arrival to its first token"),
-        ("beside", "slowdown of forward passes by loads and stores, by kernel and copy engines"),
-        ("link", "bandwidth of one large copy, by kind of page-locked memory"),
-        ("one_memory", "two processes that page-lock and copy the same host memory"),
-        ("layouts", "contiguous blocks: gain for copies, cost for the forward pass"),
-        ("gil", "what a tier takes of a thread that launches kernels, in its process and apart"),
-        ("mooncake", "the Mooncake tier beside `mooncake.store` itself"),
-        ("mooncake_links", "a hit from Mooncake and one from Valkey over links, in turns"),
         ("pays", "which tier is faster than recomputing, by model and link"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

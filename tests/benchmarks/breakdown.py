@@ -80,8 +80,6 @@ class Load:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_engine.add_arguments(parser)
     shapes.add_arguments(parser)
-    what = "no engine: vLLM's scheduler and a GPU of threads, a hit of 1 GiB"
-    parser.add_argument("--stand-in", action="store_true", help=what)
     parser.set_defaults(model="llama")
 
 
@@ -89,9 +87,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks breakdown`; return 1 if no hit of the host could be seen."""
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
-    if arguments.stand_in:
-        publish(measure_stand_in(options, machine), arguments)
-        return 0
     with ExitStack() as on:
         args = {"worker_extension_cls": PROBE}
         options, folder = on.enter_context(with_model(options, arguments, **args))
@@ -116,24 +111,6 @@ def run_command(arguments: argparse.Namespace) -> int:
         loads = [replace(load, one_copy_s=copies_s[load.size_bytes]) for load in loads]
     publish(make_report(hits, loads, options, machine), arguments)
     return int(not hits[HOST_HIT])
-
-
-def measure_stand_in(options: BenchOptions, machine: dict[str, Any]) -> Report:
-    """Take hits on the stand-in apart, for each way in which a block may lie and be copied."""
-    from tests.benchmarks import stand_in
-
-    sections, figures = [], {}
-    for case in stand_in.CASES:
-        hits = {
-            kind: [spans(one) for one in seen]
-            for kind, seen in zip(
-                (HOST_HIT, GPU_HIT), stand_in.measure(case, options.rounds), strict=True
-            )
-        }
-        name = f"{case.path.value}, {case.num_ranges} ranges a block"
-        sections.append(f"{name}\n{spans_table(hits)}")
-        figures[name] = hits
-    return Report(stand_in.__doc__ or "", sections, figures, asdict(options), machine)
 
 
 def watch(engine: Any, question: Question) -> Seen:

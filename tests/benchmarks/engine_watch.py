@@ -10,12 +10,9 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from safe_offload.commands.bench.engine_process import Answer, Question, answer
 
 MATCHED, PLANNED, SETTLED = "matched", "planned", "settled"
 ONE_COPY_BYTES = 256 << 20
@@ -186,26 +183,6 @@ def time_one_copy(storage: Any, host: Any, size_bytes: int) -> float:
 # ---- in the front end's process ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Watched:
-    """An answer, and what happened meanwhile.
-
-    Attributes:
-        probe: see `Recorder`.
-    """
-
-    answer: Answer
-    probe: dict[str, Any]
-
-
 def start_watching(engine: Any, _: None) -> None:
     """Wrap the worker; once."""
     engine.collective_rpc("start_probe")
-
-
-def answer_watched(engine: Any, question: Question) -> Watched:
-    """Run one request alone; what is recorded is taken before and after it."""
-    engine.collective_rpc("take_probe")
-    found = answer(engine, question)
-    (probe, *_) = engine.collective_rpc("take_probe")
-    return Watched(found, probe)

@@ -14,7 +14,6 @@ from tests.gpu.steps import FIGURES
 OURS, PEERS = "ours", ("SCO", "OC")
 PASSES = ("first pass", "second pass", "own hit")
 SCENARIOS = ("return", "ranks")
-PHASES = ("prefill", "decode")
 AHEAD = 0.98
 """A peer's median below this share of ours is ahead; what is closer is noise."""
 
@@ -67,9 +66,6 @@ def draw_all(folder: Path) -> list[Path]:
         save_plot(
             drawn[-1], lambda figure: draw_returns(figure, returns), (2 + 2.4 * len(returns), 4)
         )
-    if "beside" in steps:
-        drawn.append(folder / "beside.png")
-        save_plot(drawn[-1], lambda figure: draw_beside(figure, steps["beside"]["costs"]), (8, 4))
     return drawn
 
 
@@ -85,13 +81,3 @@ def draw_returns(figure: Any, returns: Steps) -> None:
         axes.set_title(step, fontsize=9)
     panels[0].set_ylabel("time to first token, s")
     panels[0].legend(frameon=False, fontsize=8)
-
-
-def draw_beside(figure: Any, costs: Steps) -> None:
-    """What each way to copy costs a step, with its standard error."""
-    ways = [way for way in costs if way != "nothing"]
-    for axes, phase in zip(figure.subplots(1, len(PHASES), sharey=True), PHASES, strict=True):
-        means, errors = zip(*(costs[way][phase] for way in ways), strict=True)
-        axes.barh(ways, [100 * mean for mean in means], xerr=[100 * error for error in errors])
-        axes.set_title(f"a step of {phase}", fontsize=10)
-        axes.set_xlabel("% longer than beside nothing")

@@ -119,9 +119,6 @@ def first_steps(python: str) -> list[Step]:
         make.llama(),
         make.quick("gemma3", tiny="gemma3", rounds=10),
         make.quick("mla", tiny="deepseek", rounds=2, cpu_only=CPU_MLA),
-        make.bench(
-            *("link", 15, "link", "--seconds", "1"), small=("--bytes", "65536", "--seconds", "0.1")
-        ),
     ]
 
 
@@ -131,8 +128,6 @@ def more_steps(python: str) -> list[Step]:
     connectors = make.connectors
     contents = ROOT / "tests/gpu/test_contents.py"
     sanitized = make.tests("compute-sanitizer-test_contents", 300, contents, before=(SANITIZER,))
-    llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
-    quick = ("--blocks", "4", "--copy-rounds", "3")
     sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
     args = ("--engine-args", json.dumps(QUICK | SMALL_POOL))
     shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
@@ -142,11 +137,6 @@ def more_steps(python: str) -> list[Step]:
             *("breakdown", estimate_s(0, 4 * TURN_S["llama"]), "breakdown"),
             *(*shape, "--rounds", "3"),
             small=("--logs", "{folder}", *SMALL),
-        ),
-        make.bench(
-            *("layouts", estimate_s(0, 6, 6 * TURN_S["llama"]), "layouts", "--device", "cuda"),
-            *(*shape, "--rounds", "2", "--answer-tokens", "64"),
-            small=(*llama, *quick, "--device", "cpu"),
         ),
         connectors("tiers", 90, "tiers", "llama", "--cpu-bytes", "2GiB", gpu_only=QUICK),
         *(make.tests(f.stem, 120, f) for f in find_gpu_tests() if f.stem not in SMOKE),
@@ -158,8 +148,6 @@ def more_steps(python: str) -> list[Step]:
         make.bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
         make.agents("agents-64", 64, 16, turns=12),
-        make.engine("beside", 240, small=("--blocks", "4", "--max-num-batched-tokens", "128")),
-        make.bench("one-memory", 90, "one_memory", small=("--blocks", "4")),
         connectors("async", 150, "return", "llama", async_scheduling=True),
         connectors("preempted", 180, "preempted", "llama"),
         connectors("soak", 240, "soak", "llama", "--rounds", "10"),
@@ -242,14 +230,6 @@ class Maker:
             gpu_only=QUICK,
             cpu_only=cpu_only,
         )
-
-    def engine(
-        self, name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()
-    ) -> Step:
-        sizes = ("--shape", "llama", "--prompt-tokens", "16000", "--logs", "{folder}")
-        arguments = ("--engine-args", json.dumps(GRAPHS))
-        tried = ("--logs", "{folder}", *SMALL, *small)
-        return self.bench(name, estimate_s, name, *sizes, *words, *arguments, small=tried)
 
     def llama(self) -> Step:
         """`return`, `busy` and agents on the same four engines, whose start takes longest."""

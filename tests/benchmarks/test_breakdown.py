@@ -1,0 +1,144 @@
+"""`breakdown`: the stages of a hit, and what is seen of a worker: its steps, and real copies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safe_offload.protocol import StepPlan, Transfer
+from safe_offload.worker.bridge import WorkerBridge
+from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.copies.device import Device
+from safe_offload.worker.copies.driver import Driver
+from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.ranges import RangeTable
+from safe_offload.worker.transfers import Transfers
+from tests.benchmarks import engine_watch
+from tests.benchmarks.breakdown import SPANS, Load, Seen, load_of, spans
+from tests.benchmarks.engine_watch import MATCHED, PLANNED, SETTLED, Recorder, WorkerProbe
+from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
+from tests.benchmarks.transfer_cases import Case, Traffic
+from tests.worker.test_bridge import SLOT_BYTES, Worker
+
+WATCHED = (
+    (Transfers, "submit"),
+    (CpuBackend, "issue"),
+    (GpuBackend, "issue"),
+    (WorkerBridge, "report_settled"),
+    (RangeTable, "runs"),
+    (RangeTable, "ranges"),
+    (Driver, "copy_batch"),
+    (Driver, "copy_each"),
+    (Device, "launch"),
+)
+
+
+def seen(*steps: list[float]) -> Seen:
+    probe = {
+        "steps": list(steps),
+        "submits": [(3.0, "load", 7), (3.0, "store", 8)],
+        "copies": [("load", 4.0, 6.0, 1), ("store", 1.0, 30.0, 1)],
+        "reports": [(6.5, (7,)), (31.0, (8,))],
+        "descriptors": [("store", 3.1, 3.2, 9), ("load", 3.5, 3.7, 2), ("load", 3.7, 4.5, 64)],
+        "given": [5.0, 5.5, 33.0],
+    }
+    moments = [
+        *[(MATCHED, 1.5), (PLANNED, 2.0), (PLANNED, 6.1), (SETTLED, 7.0)],
+        *[(PLANNED, 8.0), (PLANNED, 11.2), (SETTLED, 40.0)],
+    ]
+    return Seen(0.0, 1.0, 14.0, 15.0, moments, probe)
+
+
+def test_the_spans_of_a_hit_add_up_also_where_the_next_step_begins_before_the_token_is_there():
+    """With async scheduling, which is what a GPU has: every table was empty there."""
+    steps = [2.0, 3.2, 0], [6.2, 6.4, 0], [9.0, 11.0, 5], [11.5, 12.0, 1], [12.0, 16.0, 1]
+    found = spans(seen(*steps))
+    assert [*found] == [*SPANS]
+    assert [*found.values()] == [
+        *[1.0, 0.5, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0],
+        *[0.5, 0.5, 1.0, 1.0, 2.0, 3.0, 1.0],
+    ]
+    assert sum(found.values()) == 15.0
+    assert load_of(seen(*steps)) == Load(num_ranges=64, size_bytes=1, num_steps=2)
+
+
+def test_what_is_computed_in_several_steps_has_no_spans():
+    assert spans(seen([9.0, 11.0, 64], [11.0, 13.0, 20])) == {}
+
+
+# ---- what is seen of a worker -----------------------------------------------------------------
+
+
+@pytest.fixture
+def watched_for_once(monkeypatch):
+    """What a recorder wraps is unwrapped when the test has ended."""
+    for owner, name in WATCHED:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def test_copies_of_a_gpu_are_seen(watched_for_once):
+    recorder = Recorder()
+    recorder.watch_copies()
+    with fake_gpu_rigs() as make:
+        rig = make(Case(4096, 2, 2))
+        rig.copy(rig.case.make_copies(Traffic.LOAD))
+        rig.close()
+    ((name, begin_s, end_s, size_bytes),) = recorder.take()["copies"]
+    assert (name, size_bytes) == ("load", 4 * 4096)
+    assert begin_s <= end_s
+
+
+class WatchedWorker(WorkerProbe):
+    """As much of vLLM's worker as a step needs."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        self.calls.append("execute_model")
+        return "nothing yet"
+
+    def sample_tokens(self, grammar_output: None) -> str:
+        self.calls.append("sample_tokens")
+        return "tokens"
+
+
+@pytest.fixture
+def probe(watched_for_once):
+    found = WatchedWorker()
+    found.start_probe()
+    return found
+
+
+@pytest.fixture
+def worker():
+    """A registered worker side of the connector."""
+    found = Worker().register()
+    yield found
+    found.bridge.shutdown()
+
+
+def test_a_step_reaches_from_its_forward_to_its_sampling(probe, monkeypatch):
+    clock = iter(range(10, 100))
+    monkeypatch.setattr(engine_watch.time, "monotonic", lambda: float(next(clock)))
+    assert probe.execute_model(SimpleNamespace(total_num_scheduled_tokens=32)) == "nothing yet"
+    assert probe.sample_tokens(None) == "tokens"
+    probe.execute_model(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert probe.calls == ["execute_model", "sample_tokens", "execute_model"]
+    taken = probe.take_probe()
+    assert taken["steps"] == [[10.0, 13.0, 32], [14.0, 15.0, 0]]
+    assert taken["copies"] == []
+    assert probe.take_probe()["steps"] == [], "what was taken is not told again"
+
+
+def test_a_copy_is_seen_from_its_submission_to_its_report(worker, probe):
+    worker.step(StepPlan(stores_after_forward=(Transfer(3, (1, 4), (0, 1)),)))
+    while not any(outcome.transfer_id == 3 for r in worker.reports for outcome in r.outcomes):
+        worker.step(StepPlan())
+    taken = probe.take_probe()
+    ((submitted_s, direction, transfer_id),) = taken["submits"]
+    assert (direction, transfer_id) == ("store", 3)
+    ((name, begin_s, end_s, size_bytes),) = taken["copies"]
+    assert (name, size_bytes) == ("store", 2 * SLOT_BYTES)
+    (reported_s,) = (at_s for at_s, ids in taken["reports"] if 3 in ids)
+    assert submitted_s <= begin_s <= end_s <= reported_s
