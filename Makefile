@@ -100,7 +100,7 @@ alerts: ## Prometheus' alerts that link to the runbook at REPOSITORY, into build
 bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: docs/benchmarks
 	mkdir -p docs/benchmarks
 	$(GPU_PYTHON) -m tests.benchmarks copies --device cuda \
-		--json docs/benchmarks/transfer-gpu.json --plot docs/benchmarks/transfer-gpu.png $(BENCH_ARGS)
+		--json docs/benchmarks/transfer-gpu.json $(BENCH_ARGS)
 
 gpu-campaign: ## all that a GPU has to tell, the most telling first, within BUDGET_S seconds; called again, it goes on
 	@$(or $(and $(SMALL),$(BIN)/python),$(GPU_PYTHON)) -m tests.gpu.campaign --budget-s '$(BUDGET_S)' --folder '$(CAMPAIGN)' \
@@ -209,7 +209,7 @@ demo-wheel: venv dist ## the demo with the wheel that `make dist` has built, bes
 needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \
 		"$(GPU_PYTHON): torch is missing or sees no GPU, so there is nothing to run. Needed: a machine with a GPU, and" \
-		'vLLM, safe-offload, pytest and matplotlib in one environment. Then: make $(MAKECMDGOALS) GPU_PYTHON=/path/to/python'; exit 1; }
+		'vLLM, safe-offload and pytest in one environment. Then: make $(MAKECMDGOALS) GPU_PYTHON=/path/to/python'; exit 1; }
 
 known-vllm:
 	@[[ -n '$(COMPAT_PACKAGE)' ]] || { printf '%s\n' >&2 \

@@ -295,9 +295,8 @@ def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
     assert named == set(find_gpu_tests())
 
 
-def test_figures_name_first_where_a_peer_is_ahead_and_draw_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    engine = {name: [2.1, 2.9] for name in figures.PASSES}
+def test_figures_name_first_where_a_peer_is_ahead(tmp_path):
+    engine = {name: [2.1, 2.9] for name in ("first pass", "second pass", "own hit")}
     peer = engine | {"own hit": [1.0, 1.5], "first pass": [2.45, 2.5], "tokens": [1.0, 1.0]}
     samples = {"ours": engine | {"tokens": [9.0, 9.0]}, "SCO": peer}
     found = {"return-llama": {"scenario": "return", "samples": samples}}
@@ -310,11 +309,8 @@ def test_figures_name_first_where_a_peer_is_ahead_and_draw_pictures(tmp_path):
         "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s",
         "return-llama-busy, hit: OC 1.2500 s, ours 1.5000 s",
     ]
-    names = ["returns.png"]
-    assert [picture.name for picture in figures.draw_all(tmp_path)] == names
     text = campaign.render([], Results(tmp_path))
     assert "another connector is ahead: 2.\n- return-llama, own hit" in text
-    assert all(f"({name})" in text for name in names)
 
 
 # ---- the text ------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.lane import GpuCompletion
 from safe_offload.worker.copies.ranges import Runs
 from tests.benchmarks import transfer
-from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.transfer import (
     LARGE_BYTES,
     ROUNDS_FACTOR,
@@ -58,7 +57,6 @@ class Latency:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     transfer.add_arguments(parser)
-    add_plot_argument(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -70,7 +68,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     print("latencies")
     report = make_report(options, measurements, machine)
     publish(with_more(report, measure_latencies(options), ways_of_vllm.missing), arguments)
-    save_plot(arguments.plot, lambda figure: draw(figure, measurements), (11, 4))
     return 0
 
 
@@ -86,26 +83,6 @@ def with_more(report: Report, latencies: Sequence[Latency], missing: dict[str, s
         sections=[*report.sections, _latency_table(latencies), "\n".join(lines)],
         figures=report.figures | more,
     )
-
-
-def draw(figure: Any, measurements: list[Measurement]) -> None:
-    panels = figure.subplots(1, len(Traffic), sharey=True)
-    sizes = sorted({measurement.case.range_bytes for measurement in measurements})
-    for axes, traffic in zip(panels, Traffic, strict=True):
-        for way in compared_ways(measurements):
-            shares = shares_by_range(measurements, traffic, way)
-            medians = [statistics.median(values) for values in shares.values()]
-            axes.plot(list(shares), medians, marker="o", label=way)
-        axes.axhline(1.0, color="#9aa5b1", linestyle="--", linewidth=1)
-        axes.set_xlim(sizes[0] / 2, sizes[-1] * 2)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [format_size(size) for size in sizes], fontsize=8)
-        axes.set_title(traffic.value, fontsize=10)
-        axes.set_xlabel("bytes per range")
-    panels[0].set_ylabel("share of the rate of one large copy")
-    panels[0].set_ylim(bottom=0)
-    panels[0].legend(frameon=False)
-    figure.suptitle(f"copies of {format_size(LARGE_BYTES)} and more", fontsize=10)
 
 
 def _latency_table(latencies: Sequence[Latency]) -> str:

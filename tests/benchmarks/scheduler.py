@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.errors import ConfigError, SafeOffloadError
-from tests.benchmarks.plots import add_plot_argument, save_plot
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import (
     COPY_STEPS,
@@ -22,7 +21,7 @@ from tests.benchmarks.scheduler_measure import (
     time_hooks,
 )
 from tests.benchmarks.scheduler_probe import WrapperCost, measure_wrapper_cost
-from tests.benchmarks.scheduler_report import NOTHING, SchedulerFound, TraceFound, draw, make_report
+from tests.benchmarks.scheduler_report import NOTHING, SchedulerFound, TraceFound, make_report
 from tests.benchmarks.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
 
 
@@ -58,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="of the traces (%(default)s)")
     add_output_arguments(parser)
-    add_plot_argument(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -67,7 +65,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     machine = describe_machine()
     found = measure(options, print)
     publish(make_report(found, machine), arguments)
-    save_plot(arguments.plot, lambda figure: draw(figure, found), (11, 4.5))
     return 0
 
 
@@ -111,8 +108,6 @@ def _with_hooks(options: SchedulerOptions) -> Sequence[str]:
 
 
 def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
-    if arguments.plot and arguments.counts:
-        raise ConfigError("--plot: expected times of traces to draw. Fix: leave it out")
     return SchedulerOptions(
         traces=tuple(arguments.traces),
         connectors=tuple(arguments.connectors),

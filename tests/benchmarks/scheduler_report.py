@@ -191,20 +191,3 @@ def _ratio_lines(found: SchedulerFound) -> str:
                     cells.append(f"{mine}/{other} {shown}")
         lines.append(f"{name:16} " + "; ".join(cells))
     return "\n".join(lines)
-
-
-def draw(figure: Any, found: SchedulerFound) -> None:
-    traces = {name: trace for name, trace in found.traces.items() if trace.timings}
-    names = [name for name in next(iter(traces.values())).timings if name != NOTHING]
-    axes = figure.subplots()
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        positions = [place + (index - len(names) / 2) * width for place in range(len(traces))]
-        values = [trace.timings[name].total_ns / 1e6 for trace in traces.values()]
-        colour = f"C{0 if name.startswith('ours') else index + 1}"
-        hatch = "//" if name.endswith("lazy") else None
-        axes.bar(positions, values, width, label=name, color=colour, hatch=hatch, align="edge")
-    axes.set_xticks(range(len(traces)), [name.replace(" ", "\n") for name in traces])
-    axes.set_ylabel("all hooks [ms]")
-    axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=8, ncols=len(names))

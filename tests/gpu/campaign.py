@@ -300,8 +300,6 @@ def render(steps: Sequence[Step], results: Results) -> str:
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     ahead = [f"- {row}" for row in figures.peers_ahead(figures.read(results.folder))]
     lines += ["", f"Rows in which another connector is ahead: {len(ahead)}.", *ahead]
-    pictures = sorted(results.folder.glob("*.png"))
-    lines += ["", *(f"![{picture.stem}]({picture.name})" for picture in pictures)]
     for one in found:
         if one.told:
             command = shlex.join(one.command).replace(str(results.folder), "FOLDER")
@@ -403,8 +401,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(arguments.folder.resolve())
     say = functools.partial(print, flush=True)
     run(chosen, facts, results, budget, say, small=arguments.small)
-    for picture in figures.draw_all(results.folder):
-        print(picture)
     (results.folder / REPORT).write_text(render(steps, results), encoding="utf-8")
     found = [results.read(step) for step in steps]
     print(f"{sum(one.verdict == PASSED for one in found)} of {len(steps)} steps passed:")

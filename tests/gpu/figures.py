@@ -1,4 +1,4 @@
-"""What the figures of several steps say together: where a peer is ahead, and two pictures."""
+"""What the figures of several steps say together: where a peer is ahead."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.plots import save_plot
 from tests.gpu.steps import FIGURES
 
 OURS, PEERS = "ours", ("SCO", "OC")
-PASSES = ("first pass", "second pass", "own hit")
-SCENARIOS = ("return", "ranks")
 AHEAD = 0.98
 """A peer's median below this share of ours is ahead; what is closer is noise."""
 
@@ -49,35 +46,3 @@ def peers_ahead(steps: Steps) -> Iterator[str]:
                         f"{statistics.median(theirs):.4f} s, ours {statistics.median(own):.4f} s"
                     )
                     yield f"{step}, {name}: {peer} {medians}"
-
-
-def draw_all(folder: Path) -> list[Path]:
-    """Draw what there is to draw; return the pictures. None without matplotlib."""
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ImportError:
-        return []
-    steps, drawn = read(folder), []
-    returns = {
-        n: f["samples"] for n, f in steps.items() if f.get("scenario") in ("return", "ranks")
-    }
-    if returns:
-        drawn.append(folder / "returns.png")
-        save_plot(
-            drawn[-1], lambda figure: draw_returns(figure, returns), (2 + 2.4 * len(returns), 4)
-        )
-    return drawn
-
-
-def draw_returns(figure: Any, returns: Steps) -> None:
-    """Time to first token of both passes and of the GPU's own hit, by model and connector."""
-    panels = figure.subplots(1, len(returns), squeeze=False)[0]
-    for axes, (step, samples) in zip(panels, returns.items(), strict=True):
-        for place, (engine, figures) in enumerate(samples.items()):
-            medians = [statistics.median(figures[name]) for name in PASSES]
-            at = [index + place / (len(samples) + 1) for index in range(len(PASSES))]
-            axes.bar(at, medians, 1 / (len(samples) + 1), align="edge", label=engine)
-        axes.set_xticks([index + 0.4 for index in range(len(PASSES))], PASSES, fontsize=7)
-        axes.set_title(step, fontsize=9)
-    panels[0].set_ylabel("time to first token, s")
-    panels[0].legend(frameon=False, fontsize=8)
