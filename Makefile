@@ -59,7 +59,7 @@ QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_o
 	$(addprefix tests/worker/test_,bridge.py deadlines.py transfers.py transfers_end.py verify.py) tests/worker/memory/test_shared_ranks.py \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
 # All tests of a GPU. Collecting only these takes seconds, and none of the tools that the other tests need.
-GPU_TESTS := tests/gpu tests/benchmarks/test_transfer.py
+GPU_TESTS := tests/gpu tests/benchmarks/test_copies.py
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
 

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from safe_offload.worker.memory.host_memory import HostMemory
-from tests.benchmarks.transfer import make_gpu_rig
-from tests.benchmarks.transfer_cases import Case
-from tests.benchmarks.transfer_rigs import GpuRig
+from tests.benchmarks.copy_rigs import Case, GpuRig
 from tests.worker.copies.fake_device import FakeGpu, FakeStream
 
 MakeGpuRig = Callable[..., GpuRig]
@@ -41,22 +38,12 @@ def fake_gpu_rigs() -> Iterator[MakeGpuRig]:
     """Makes rigs, and ends their devices."""
     gpus: list[FakeGpu] = []
 
-    def make(case: Case, host: HostMemory | None = None, num_lockable: int = 1) -> GpuRig:
+    def make(case: Case, num_lockable: int = 1) -> GpuRig:
         gpus.append(FakeGpu())
         gpus[-1].num_lockable = num_lockable
         storage = torch.empty(case.size_bytes, dtype=torch.uint8)
-        return GpuRig(case, storage, gpus[-1].open(), FakeTimedEvent, host)
+        return GpuRig(case, storage, gpus[-1].open(), FakeTimedEvent)
 
     yield make
     for gpu in gpus:
         gpu.close()
-
-
-@contextmanager
-def gpu_rigs() -> Iterator[MakeGpuRig]:
-    """Makes rigs on the GPU of this machine, or on threads where there is none."""
-    if torch.cuda.is_available():
-        yield make_gpu_rig
-        return
-    with fake_gpu_rigs() as make:
-        yield make

@@ -15,9 +15,9 @@ from safe_offload.worker.copies.ranges import RangeTable
 from safe_offload.worker.transfers import Transfers
 from tests.benchmarks import engine_watch
 from tests.benchmarks.breakdown import SPANS, Load, Seen, load_of, spans
+from tests.benchmarks.copy_rigs import Case, Traffic
 from tests.benchmarks.engine_watch import MATCHED, PLANNED, SETTLED, Recorder, WorkerProbe
 from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
-from tests.benchmarks.transfer_cases import Case, Traffic
 from tests.worker.test_bridge import SLOT_BYTES, Worker
 
 WATCHED = (

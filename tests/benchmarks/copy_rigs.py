@@ -1,14 +1,19 @@
-"""Our backend and what it is compared with, over the same memory, each way ready to be timed."""
+"""Copies of a size, our backend and what it is compared with, each way ready to be timed."""
 
 import ctypes
+import enum
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from safe_offload.errors import SafeOffloadError
+from safe_offload.layout import Geometry, HostLayout, Segment
 from safe_offload.protocol import MemoryKind
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
@@ -17,7 +22,6 @@ from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
-from tests.benchmarks.transfer_cases import Case, Traffic
 
 OURS = "safe_offload"
 LIMIT = "one copy"  # all bytes in one contiguous copy: what the hardware gives
@@ -29,6 +33,57 @@ TimedCopy = Callable[[], float]  # copies everything once; returns the seconds
 Give = Callable[[], object]  # makes the copies of one direction, or gives them to the device
 
 
+class Traffic(enum.Enum):
+    """Which copies run at the same time."""
+
+    STORE = "store"
+    LOAD = "load"
+    BOTH = "both"
+    """Half of the blocks stored while the other half is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One size of copy; blocks and slots are in random order."""
+
+    range_bytes: int  # of one block in one layer
+    num_blocks: int
+    num_layers: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.range_bytes * self.num_blocks * self.num_layers
+
+    @property
+    def traffics(self) -> tuple[Traffic, ...]:
+        """One block cannot be stored and loaded at once."""
+        return tuple(Traffic) if self.num_blocks > 1 else (Traffic.STORE, Traffic.LOAD)
+
+    def moved_bytes(self, traffic: Traffic) -> int:
+        if traffic is Traffic.BOTH:
+            return self.size_bytes // self.num_blocks * (self.num_blocks // 2 * 2)
+        return self.size_bytes
+
+    def make_layout(self) -> HostLayout:
+        """Return a KV cache as large as the copy, layers outermost, and host slots in one slab."""
+        row, layer_bytes = self.range_bytes, self.range_bytes * self.num_blocks
+        segments = (Segment(row, index * layer_bytes, row) for index in range(self.num_layers))
+        return HostLayout.in_one_slab(Geometry(tuple(segments), self.num_blocks), self.num_blocks)
+
+    def make_copies(self, traffic: Traffic) -> list[Copy]:
+        """Return the copy of all blocks, or the two of half of them each."""
+        generator = np.random.default_rng(0)
+        blocks = generator.permutation(np.arange(self.num_blocks, dtype=np.int64))
+        slots = generator.permutation(np.arange(self.num_blocks, dtype=np.int64))
+        if traffic is not Traffic.BOTH:
+            return [Copy(Direction(traffic.value), blocks, slots)]
+        half = self.num_blocks // 2
+        return [
+            Copy(Direction.STORE, blocks[:half], slots[:half]),
+            Copy(Direction.LOAD, blocks[half : 2 * half], slots[half : 2 * half]),
+        ]
+
+
 class Rig:
     """A KV cache of shape (case.size_bytes,), a host pool as large, our backend between them."""
 
@@ -37,11 +92,11 @@ class Rig:
     give_one: Callable[[Direction, int, int, int], Give]  # a copy: target, source, bytes
     _each: Callable[[Direction, Ranges], Give]  # copies of ranges
 
-    def __init__(self, case: Case, storage: torch.Tensor, host: HostMemory | None = None) -> None:
+    def __init__(self, case: Case, storage: torch.Tensor) -> None:
         self.case = case
         self.storage = storage
         self.layout = case.make_layout()
-        self.host = host or HostMemory.allocate(self.layout.size_bytes)
+        self.host = HostMemory.allocate(self.layout.size_bytes)
         self.table = RangeTable(storage.data_ptr(), self.host.tensor.data_ptr(), self.layout)
 
     def ways(self, traffic: Traffic) -> dict[str, TimedCopy]:
@@ -136,8 +191,8 @@ class CpuRig(Rig):
 class GpuRig(Rig):
     """See `Rig`: the host memory page-locked, streams for what we are compared with.
 
-    `make_event` makes events of torch's with timing; `host` is memory to use, else it is made.
-    SafeOffloadError is raised if host memory cannot be page-locked.
+    `make_event` makes events of torch's with timing. SafeOffloadError is raised if host memory
+    cannot be page-locked.
     """
 
     clock = "device time, from the compute stream's point at the call until it has got the bytes"
@@ -148,9 +203,8 @@ class GpuRig(Rig):
         storage: torch.Tensor,
         device: Device,
         make_event: Callable[[], Any],
-        host: HostMemory | None = None,
     ) -> None:
-        super().__init__(case, storage, host)
+        super().__init__(case, storage)
         self.device = device
         self._first, self._last = make_event(), make_event()
         self.backend = GpuBackend(device, storage.data_ptr(), self.layout, self.host)
@@ -223,6 +277,14 @@ class GpuRig(Rig):
                 f"the driver does not page-lock {self.host.size_bytes} bytes; "
                 "fix: ulimit -l unlimited, or a smaller --max-bytes"
             )
+
+
+def make_gpu_rig(case: Case) -> GpuRig:
+    """Return a rig on torch's current GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    storage = torch.empty(case.size_bytes, dtype=torch.uint8, device=device)
+    make_event = functools.partial(torch.cuda.Event, enable_timing=True)
+    return GpuRig(case, storage, Device(device), make_event)
 
 
 def _time(work: Callable[[], object]) -> float:
