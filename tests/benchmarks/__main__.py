@@ -19,8 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
-        ("agents", "recorded coding agents on vLLM servers, with and without the connector"),
-        ("agents_engine", "`agents` in engines without servers, for a machine without a network"),
+        ("agents_engine", "recorded coding agents on engines with and without the connectors"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
         ("growth", "growth of hook times with requests, blocks, pins, tenants, and so on"),

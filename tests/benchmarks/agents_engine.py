@@ -1,7 +1,6 @@
 """Recorded coding agents in engines without a server: no connector, ours and vLLM's own, in turns.
 
-For a machine that nothing can be reached from: no client has to be installed, and the traces travel
-beside the checkout. Each user sends the next prompt when the answer before has come and some time
+Each user sends the next prompt when the answer before has come and some time
 has passed, as recorded and scaled, at most --think-s. The KV pool holds a third of what all users
 have under way. Of each request times and tokens go to requests-NAME.jsonl in --logs when it ends. A
 round that takes longer than --seconds is cut off; then fewer requests count.
@@ -76,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model="llama", answer_tokens=16)
     shapes.add_arguments(parser)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, help="as of `agents`, or a file *.json.gz")
+    add("--traces", type=Path, required=True, help="folder of weka_trace, or *.json.gz")
     add("--users", type=int, default=16, help="at once (%(default)s)")
     add("--turns", type=int, default=12, help="requests of a user (%(default)s)")
     add("--scale", type=int, default=4, help="divides lengths and times (%(default)s)")

@@ -1,7 +1,7 @@
 """Recorded conversations of coding agents, scaled to a small machine.
 
-A conversation is what WEKA's kv-cache-tester records, in the format that aiperf replays
-(`weka_trace`): prompts as ids of their blocks of 64 tokens, without any text; times; lengths.
+A conversation is what WEKA's kv-cache-tester records (`weka_trace`): prompts as ids of their blocks
+of 64 tokens, without any text; times; lengths.
 Scaled by 32, each 32 blocks become one, named by the last of them: two prompts share it if they
 share all 32. Lengths and times are divided by 32 too, so that a machine that computes 32 times as
 slowly has the same load.
@@ -30,7 +30,6 @@ class Request:
     """One prompt of a conversation, and how long its answer is."""
 
     think_s: float  # after the answer before
-    api_s: float  # that the answer took when it was recorded
     num_tokens: int
     num_answer_tokens: int
     block_ids: tuple[int, ...]
@@ -38,9 +37,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What one user asks, each prompt after the answer to the one before."""
+    """What one user sends, each prompt after the answer to the one before."""
 
-    num_system_tokens: int  # at the head of every prompt, those of tools among them
     requests: tuple[Request, ...]
 
     @property
@@ -53,9 +51,9 @@ def read(path: Path) -> list[Conversation]:
     """Return the conversations of a file or folder.
 
     Args:
-        path: a folder of aiperf's `weka_trace`, one file for each conversation; or one gzipped list
-            of {tool_tokens, system_tokens, requests}, whose requests are [start, think time,
-            answer's time, prompt tokens, answer tokens, [[first id, count], ...]].
+        path: a folder of `weka_trace`, one file for each conversation; or one gzipped list of
+            {tool_tokens, system_tokens, requests}, whose requests are [start, think time, answer's
+            time, prompt tokens, answer tokens, [[first id, count], ...]].
     """
     if path.is_dir():
         files = sorted(path.glob("*.json"))
@@ -78,7 +76,6 @@ def _from_weka(trace: dict[str, Any]) -> Conversation:
     requests = (
         Request(
             one.get("think_time") or 0.0,
-            one.get("api_time") or 0.0,
             one["in"],
             one["out"],
             tuple(one["hash_ids"]),
@@ -86,16 +83,15 @@ def _from_weka(trace: dict[str, Any]) -> Conversation:
         for one in trace["requests"]
         if one["type"] in ("n", "s")  # no sub-agents
     )
-    system = trace.get("tool_tokens", 0) + trace.get("system_tokens", 0)
-    return Conversation(system, tuple(requests))
+    return Conversation(tuple(requests))
 
 
 def _from_runs(recorded: dict[str, Any]) -> Conversation:
     requests = (
-        Request(think_s, api_s, num_in, num_out, tuple(_expand(runs)))
-        for _, think_s, api_s, num_in, num_out, runs in recorded["requests"]
+        Request(think_s, num_in, num_out, tuple(_expand(runs)))
+        for _, think_s, _, num_in, num_out, runs in recorded["requests"]
     )
-    return Conversation(recorded["tool_tokens"] + recorded["system_tokens"], tuple(requests))
+    return Conversation(tuple(requests))
 
 
 def _expand(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
@@ -106,7 +102,7 @@ def choose(
     conversations: Sequence[Conversation], number: int, num_tokens_max: int, turns: int, seed: str
 ) -> list[Conversation]:
     """Return the beginnings of as many conversations, drawn by a seed, of contexts that fit."""
-    begun = [Conversation(one.num_system_tokens, one.requests[:turns]) for one in conversations]
+    begun = [Conversation(one.requests[:turns]) for one in conversations]
     fitting = [one for one in begun if one.num_tokens_max <= num_tokens_max]
     if len(fitting) < number:
         what = f"{number} conversations of at most {num_tokens_max:,} tokens"
@@ -116,17 +112,13 @@ def choose(
 
 def scale(conversation: Conversation, factor: int) -> Conversation:
     """Return a conversation as a machine gets it that computes a factor more slowly."""
-    requests = tuple(_scale(one, factor) for one in conversation.requests)
-    # aiperf makes the system prompt of the first prompt's blocks, so it has to end with one.
-    num_tokens = len(requests[0].block_ids) * BLOCK_TOKENS
-    return Conversation(min(conversation.num_system_tokens // factor, num_tokens), requests)
+    return Conversation(tuple(_scale(one, factor) for one in conversation.requests))
 
 
 def _scale(request: Request, factor: int) -> Request:
     num_tokens = max(1, request.num_tokens // factor)
     return Request(
         min(request.think_s, THINK_MAX_S) / factor,
-        request.api_s / factor,
         num_tokens,
         max(1, request.num_answer_tokens // factor),
         request.block_ids[factor - 1 :: factor][: num_tokens // BLOCK_TOKENS],
@@ -139,43 +131,6 @@ def cut_thinking(conversation: Conversation, think_s_max: float) -> Conversation
         replace(one, think_s=min(one.think_s, think_s_max)) for one in conversation.requests
     )
     return replace(conversation, requests=tuple(requests))
-
-
-def write(conversations: Sequence[Conversation], folder: Path, seed: str) -> None:
-    """Write conversations as aiperf reads them; it draws their text by their names."""
-    folder.mkdir(parents=True)
-    for number, conversation in enumerate(conversations):
-        name = f"{number:04}-{seed}"
-        trace = to_weka(conversation, name)
-        (folder / f"{name.replace('/', '-')}.json").write_text(json.dumps(trace))
-
-
-def to_weka(conversation: Conversation, name: str) -> dict[str, Any]:
-    """Return a conversation in aiperf's format (0.13.0, dataset/loader/weka_trace_models.py)."""
-    requests, start_s = [], 0.0
-    for one in conversation.requests:
-        start_s += one.think_s
-        requests.append(
-            {
-                "t": start_s,
-                "type": "s",
-                "model": "recorded",
-                "in": one.num_tokens,
-                "out": one.num_answer_tokens,
-                "hash_ids": one.block_ids,
-                "api_time": one.api_s,
-                "think_time": one.think_s,
-            }
-        )
-        start_s += one.api_s
-    return {
-        "id": name,
-        "models": ["recorded"],
-        "block_size": BLOCK_TOKENS,
-        "hash_id_scope": "local",
-        "system_tokens": conversation.num_system_tokens,
-        "requests": requests,
-    }
 
 
 def mean_context(conversations: Sequence[Conversation]) -> float:

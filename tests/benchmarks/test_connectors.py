@@ -1,6 +1,8 @@
 """What the benchmark of connectors gives to vLLM's own, and makes of what agents had."""
 
 import argparse
+import gzip
+import json
 import math
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from safe_offload.commands.bench.engine import BenchOptions
 from safe_offload.commands.bench.report import percentile
 from safe_offload.config.options import OffloadConfig
-from tests.benchmarks import agents_engine, connectors
+from safe_offload.errors import ConfigError
+from tests.benchmarks import agents_engine, agents_traces, connectors
 from tests.benchmarks.agents_engine import Replayed
 from tests.simulator.peers import PeerEngine, peer_shape
 
@@ -61,6 +64,32 @@ def test_a_pool_for_agents_holds_their_longest_prompt_at_least():
     assert sized.num_gpu_blocks == math.ceil(90_000 / 16)
     least = agents_engine.with_pool(BenchOptions(prompt_tokens=64_000), 1.0)
     assert (least.num_gpu_blocks, least.pool_ratio) == (None, 1.1)
+
+
+RECORDED = {
+    "requests": [
+        [0.0, 0.0, 8.0, 2570, 90, [[1, 40]]],
+        [408.0, 400.0, 4.0, 2570, 3, [[1, 36], [100, 4]]],
+    ],
+}
+"""A prompt of 40 blocks, then one that shares the first 36 of them."""
+
+
+def test_a_scaled_prompt_shares_a_block_if_all_its_blocks_were_shared(tmp_path):
+    path = tmp_path / "recorded.json.gz"
+    path.write_bytes(gzip.compress(json.dumps([RECORDED]).encode()))
+    (recorded,) = agents_traces.read(path)
+    conversation = agents_traces.scale(recorded, 4)
+    first, second = conversation.requests
+    assert first.block_ids == (4, 8, 12, 16, 20, 24, 28, 32, 36, 40)
+    assert second.block_ids == (4, 8, 12, 16, 20, 24, 28, 32, 36, 103)
+    assert (first.num_tokens, first.num_answer_tokens, second.num_answer_tokens) == (642, 22, 1)
+    assert second.think_s == 75.0, "nobody thinks longer than 300 s"
+    assert agents_traces.mean_context([conversation]) == 642
+    (chosen,) = agents_traces.choose([recorded], 1, 5000, 1, "0/1")
+    assert len(chosen.requests) == 1
+    with pytest.raises(ConfigError, match=r"expected 1 conversations .* found 0"):
+        agents_traces.choose([recorded], 1, 2000, 1, "0/1")
 
 
 def test_parts_are_published_beside_the_whole(tmp_path):

@@ -52,6 +52,14 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--user", "--tls", "--cacert"), "valkey-cli"),
     **dict.fromkeys(
         (
+            *("--url", "--endpoint-type", "--streaming", "--custom-dataset-type", "--input-file"),
+            *("--use-think-time-only", "--concurrency", "--request-count", "--random-seed"),
+            "--extra-inputs",
+        ),
+        "aiperf",
+    ),
+    **dict.fromkeys(
+        (
             *("--rpc_address", "--rpc_port", "--metrics_port", "--default_kv_lease_ttl"),
             "--eviction_high_watermark_ratio",
         ),
