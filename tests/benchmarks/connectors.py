@@ -7,27 +7,18 @@ out.
 return: prompts A, B, C go one by one, and when the GPU's own cache was emptied A, B, C, C: hits of
 the host, and the last one of the GPU. At the end ours loads a prompt one block of which is spoiled
 on purpose: its answer has to change, or equal answers prove nothing.
-ends: prompts that end a token before, at and after the end of a block: computed, loaded when the
-GPU's own cache was emptied, and a hit in that: how many answers differ from those of the last, and
-by how many tokens a load ends after it. A hit that ends elsewhere may round otherwise.
-ranks: as return, and what the processes of the engine map together of shared host memory.
 busy: a prompt that is only on the host comes back among three new ones of its length, at once.
-locking: prompts of 512 tokens while the host memory is made ready, and afterwards.
 tiers: an engine writes each prompt to a directory, Valkey and Mooncake Store, all on this machine;
 then an engine with one of them each is asked for it, as if it paid, and once more from the GPU.
-preempted: four prompts of half the length at once, with answers that the pool has no room for.
 sleep: a prompt, sleep and wake-up, the prompt again, and once more from the GPU.
 soak: prompts return at random, several at once, and every load is compared with its checksum.
-sigterm: how long an idle engine takes to end.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,22 +50,18 @@ from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt, with_model
 from tests.benchmarks.tier_servers import tier_servers
 from tests.gpu import shapes
-from tests.gpu.campaign import descendants
 
 NONE, OURS_HERE = "none", "ours"
 PEERS = {"SCO": "SimpleCPUOffloadConnector", "OC": "OffloadingConnector"}
 ENGINES = (NONE, OURS_HERE, *PEERS)
 NUM_PROMPTS, NUM_OTHERS = 3, 3
-SHORT_TOKENS, AFTER = 512, 30
-"""Of `locking`: tokens of a prompt, and prompts that are asked when all memory is ready."""
 SETTLE_S = 0.5
 """After a prompt was seen for the first time, for its stores."""
 TIER_BYTES, TIER_WAITS_S = 12 << 30, {"wait_s": 60, "timeout_s": 30}
 WRITER = "writer"
 WRITTEN, WAITED = "vllm:safe_offload_tier_written_objects", "vllm:safe_offload_tier_wait_seconds"
-READY, WANTED = "vllm:safe_offload_slots", "vllm:safe_offload_configured_slots"
 
-PREEMPTED, LOADED = "vllm:num_preemptions", "vllm:safe_offload_loaded_tokens"
+LOADED = "vllm:safe_offload_loaded_tokens"
 WRONG = tuple(
     f"vllm:safe_offload_{name}"
     for name in ("transfer_failures", "overdue_transfers", "contained_errors", "retired_slots")
@@ -197,9 +184,7 @@ def measure_on(
         return found._replace(absent=absent)
 
 
-def return_on(
-    engines: Mapping[str, EngineProcess], options: BenchOptions, *, looks_at_memory: bool = False
-) -> Found:
+def return_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Found:
     samples: Samples = {}
     num_different = 0
     for index, name in in_turns(engines, options.rounds):
@@ -219,9 +204,6 @@ def return_on(
             own_hit=own.ttft_s,
             tokens_from_the_host=sum(one.num_host_tokens for one in second),
         )
-        if looks_at_memory:
-            in_sum, once = engines[name].call(shared_bytes, None, TIMEOUT_S)
-            note(samples, name, shared_bytes_of_all_ranks=in_sum, counted_once=once)
     spoiled = []
     if OURS_HERE in engines:
         long = 4 * options.answer_tokens  # each token of an answer looks at other blocks
@@ -253,35 +235,6 @@ def num_hit(found: Answer) -> int:
     return found.num_gpu_tokens + found.num_host_tokens
 
 
-def measure_ends(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
-    samples: Samples = {}
-    num_different = 0
-    assert options.block_size is not None
-    end = (options.prompt_tokens - 1) // options.block_size * options.block_size
-    with running(names, options, folder) as (engines, absent):
-        for index, name in in_turns(engines, options.rounds):
-            for shift in (-1, 0, 1):
-                question = bench_engine.make_question(
-                    replace(options, prompt_tokens=end + shift), index, 1 + shift
-                )
-                computed = engines[name].call(answer, question, TIMEOUT_S)
-                engines[name].call(forget, None, TIMEOUT_S)
-                back, own = (engines[name].call(answer, question, TIMEOUT_S) for _ in range(2))
-                if not index:
-                    continue
-                num_different += name == "ours" and differs(back, own)
-                is_hit = back.num_host_tokens > 0
-                note(
-                    samples,
-                    name,
-                    tokens_from_the_host=back.num_host_tokens,
-                    ends_after_own_hit=num_hit(back) - num_hit(own) if is_hit else 0,
-                    differ_from_own_hit=back.token_ids != own.token_ids if is_hit else 0,
-                    computed_differ_from_own_hit=computed.token_ids != own.token_ids,
-                )
-    return Found(samples, absent, num_different)
-
-
 def forget(engine: Any, _: None) -> None:
     """Empty the GPU's own cache, when stores have let go of their blocks."""
     end_s = time.monotonic() + TIMEOUT_S / 2
@@ -290,20 +243,6 @@ def forget(engine: Any, _: None) -> None:
         if time.monotonic() > end_s:
             raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
         time.sleep(SETTLE_S)
-
-
-def shared_bytes(_engine: Any, _: None) -> tuple[int, int]:
-    """Return what all processes of an engine map of shared host memory: in sum, and once.
-
-    Source: Linux, proc_pid_smaps(5): a page that two processes have counts half in each Pss.
-    """
-    kib: dict[str, int] = {"Rss": 0, "Pss": 0}
-    for pid in (os.getpid(), *descendants(os.getpid())):
-        text = Path(f"/proc/{pid}/smaps").read_text()
-        for part in re.findall(r"^\w+-\w+ .*memfd:safe-offload.*\n(?:\w+: .*\n)*", text, re.M):
-            for name in kib:
-                kib[name] += sum(map(int, re.findall(rf"^{name}: +(\d+)", part, re.M)))
-    return kib["Rss"] << 10, kib["Pss"] << 10
 
 
 def busy_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Found:
@@ -328,29 +267,6 @@ def ask_busy(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[flo
     outputs = generate(engine, prompts, [asked[1]] * len(prompts))
     times_s = [output.metrics.first_token_latency for output in outputs]
     return times_s.pop(2), statistics.fmean(times_s), time.perf_counter() - begin_s
-
-
-def measure_locking(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
-    samples: Samples = {}
-    with running(["ours"], options, folder) as (engines, absent):
-        for engine in engines.values():
-            before, after = engine.call(ask_while_locking, options.seed, TIMEOUT_S)
-            for kind, times_s in (("memory made ready", before), ("all ready", after)):
-                for one_s in times_s:
-                    note(samples, kind, first_token=one_s)
-    return Found(samples, absent, 0)
-
-
-def ask_while_locking(engine: Any, seed: int) -> tuple[list[float], list[float]]:
-    """Return times to first token until all host slots can be used, and of as many afterwards."""
-    generator = random.Random(f"{seed}/locking")
-    times_s: dict[bool, list[float]] = {False: [], True: []}
-    while len(times_s[True]) < AFTER:
-        values = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
-        is_ready = values.get(READY, 0) >= values.get(WANTED, float("inf"))
-        question = Question(random_prompt(generator, SHORT_TOKENS), 2)
-        times_s[is_ready].append(answer(engine, question).ttft_s)
-    return times_s[False], times_s[True]
 
 
 def measure_tiers(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
@@ -395,26 +311,6 @@ def ask_tier(engine: Any, question: Question) -> tuple[Answer, float]:
 
 def read_waits(engine: Any) -> float:
     return float(sum(one.sum for one in engine.get_metrics() if one.name == WAITED))
-
-
-def measure_preempted(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
-    samples: Samples = {}
-    with running(names, options, folder) as (engines, absent):
-        for index, name in in_turns(engines, options.rounds):
-            generator = random.Random(f"{options.seed}/preempted/{index}")
-            prompts = [random_prompt(generator, options.prompt_tokens // 2) for _ in range(4)]
-            asked = (prompts, options.prompt_tokens // 16)
-            all_s, num_preempted = engines[name].call(ask_at_once, asked, TIMEOUT_S)
-            if index:
-                note(samples, name, all_answers=all_s, preempted_from=num_preempted)
-    return Found(samples, absent, 0)
-
-
-def ask_at_once(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float]:
-    """Return the seconds until all are answered, and how many were preempted meanwhile."""
-    before, begin_s = read_metric(engine, PREEMPTED), time.perf_counter()
-    generate(engine, asked[0], [asked[1]] * len(asked[0]))
-    return time.perf_counter() - begin_s, read_metric(engine, PREEMPTED) - before
 
 
 def read_metric(engine: Any, *names: str) -> float:
@@ -470,41 +366,13 @@ def ask_again(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[fl
     return took_s, read_metric(engine, LOADED) - before, read_metric(engine, *WRONG)
 
 
-def measure_sigterm(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
-    samples: Samples = {}
-    left_out: dict[str, str] = {}
-    for _round in range(options.rounds):
-        with running(["ours"], options, folder) as (engines, absent):
-            left_out |= absent
-            for name, engine in engines.items():
-                engine.call(answer, bench_engine.make_question(options, 0, 0), TIMEOUT_S)
-                note(samples, name, ended_after=engine.call(terminate, None, TIMEOUT_S))
-    return Found(samples, left_out, 0)
-
-
-def terminate(engine: Any, _: None) -> float:
-    """Return how long the engine's process took to end."""
-    (process,) = engine.llm_engine.engine_core.resources.engine_manager.processes
-    begin_s = time.perf_counter()
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(TIMEOUT_S / 2)
-    if process.is_alive():
-        raise SafeOffloadError("an idle engine did not end on SIGTERM")
-    return time.perf_counter() - begin_s
-
-
 ON_ENGINES = {"return": return_on, "busy": busy_on}
 """Scenarios for engines that run for others, too."""
 SCENARIOS: dict[str, Callable[..., Found]] = {
     **{name: partial(measure_on, scenario) for name, scenario in ON_ENGINES.items()},
-    "ends": measure_ends,
-    "ranks": partial(measure_on, partial(return_on, looks_at_memory=True)),
-    "locking": measure_locking,
     "tiers": measure_tiers,
-    "preempted": measure_preempted,
     "sleep": measure_sleep,
     "soak": measure_soak,
-    "sigterm": measure_sigterm,
 }
 
 

@@ -41,9 +41,8 @@ SPECULATIVE: dict[str, Any] = {
 NOTHING: Mapping[str, Any] = {}
 SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
 CPU_MLA = {"attention_backend": "CPU_MLA"}  # the one with AMX takes no float32
-PRESSED = ("ends", "preempted", "soak")
 FEW_BLOCKS = ("--block-size", "16", "--num-gpu-blocks", "1602")
-"""Of scenarios, with the llama shape, whose pool has 1.6 prompts, or whose blocks are known."""
+"""Of `soak`: a pool of 1.6 prompts of the llama shape."""
 SANITIZER = "compute-sanitizer"
 TRACES = next(
     (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
@@ -140,22 +139,17 @@ def more_steps(python: str) -> list[Step]:
         ),
         connectors("tiers", 90, "tiers", "llama", "--cpu-bytes", "2GiB", gpu_only=QUICK),
         *(make.tests(f.stem, 120, f) for f in find_gpu_tests() if f.stem not in SMOKE),
-        connectors("locking", 120, "locking", "llama", "--cpu-bytes", "64GiB"),
         connectors("compiled", 150, "return", "llama"),
         connectors("return-gpt-oss", 150, "return", "gpt-oss", tiny="gemma3"),
         connectors("return-mamba", 150, "return", "mamba"),
-        connectors("ends", 150, "ends", "llama", cpu_only={"dtype": "bfloat16"}),
         make.bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
         make.agents("agents-64", 64, 16, turns=12),
-        connectors("async", 150, "return", "llama", async_scheduling=True),
-        connectors("preempted", 180, "preempted", "llama"),
         connectors("soak", 240, "soak", "llama", "--rounds", "10"),
         connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
-        connectors("sigterm", 100, "sigterm", "llama", only=("ours",)),
         connectors("two-gpus", 180, "return", "llama", num_gpus=2, tensor_parallel_size=2),
         connectors(
-            *("two-gpus-mla", 180, "ranks", "mla"),
+            *("two-gpus-mla", 180, "return", "mla"),
             tiny="deepseek",
             cpu_only=CPU_MLA,
             num_gpus=2,
@@ -207,7 +201,7 @@ class Maker:
     ) -> Step:
         sizes: tuple[str, ...] = ("--prompt-tokens", "16000", "--rounds", "3")
         sizes += ("--cpu-bytes", "16GiB")
-        sizes += FEW_BLOCKS if scenario in PRESSED else ()
+        sizes += FEW_BLOCKS if scenario == "soak" else ()
         arguments = ("--engine-args", json.dumps({**GRAPHS, **POOL, **gpu_only, **engine_args}))
         small_arguments = ("--engine-args", json.dumps({**cpu_only, **engine_args}))
         what = ("--scenario", scenario)
