@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
+from rich.console import Console
 from rich.live import Live
 
 from safe_offload.commands import top
@@ -27,8 +27,7 @@ from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.command import read_rest
 from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.memory import check_hits
-from safe_offload.commands.screen import Page
-from safe_offload.commands.top import PREFIX, TopError, Watch, metrics_url, worth
+from safe_offload.commands.top import PREFIX, Figures, TopError, metrics_url, read, worth
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import (
     COUNTERS,
@@ -142,8 +141,8 @@ def test_one_frame_answers_the_four_questions(server, capsys):
             estimated_hits_double=0.28,
         )
     text = shown(server, capsys)
-    for question in list(top.QUESTIONS)[:4]:
-        assert question in text
+    for section in top.SECTIONS[:4]:
+        assert section.__doc__ in text
     assert "tier" not in text
     assert "borrowed" not in text
     assert "safe-offload 0.1.0" in text
@@ -151,7 +150,7 @@ def test_one_frame_answers_the_four_questions(server, capsys):
     assert "tokens from the host 1,000 0/s" in text
     assert "time saved, at least 10 s" in text
     assert "mean wait for a load 90 ms" in text
-    assert "state working" in text
+    assert "state: working" in text
     assert "load timed_out 4" in text
     assert "slots in use 500 of 2,000 25.0 %" in text
     assert "hits, memory doubled 1.4 times 28.0 %" in text
@@ -173,9 +172,9 @@ def test_tiers_have_rows_of_their_own(server, capsys):
         gauges |= {str(far.is_out["write"]): 1}
         server.metrics.observe(OffloadStats.of(counts, gauges, {}, None).data, engine)
     text = shown(server, capsys)
-    assert "tier 1 working holds 256.00 MiB of 1.00 GiB 25.0 % read 6.00 MiB" in text
+    assert "tier 1: working holds 256.00 MiB of 1.00 GiB 25.0 % read 6.00 MiB" in text
     assert "blocks missed 4 0/s absent 4" in text
-    assert "tier 2 CIRCUIT OPEN, not written: see the log holds unknown" in text
+    assert "tier 2: CIRCUIT OPEN, not written holds unknown" in text
     assert "written 10.00 MiB" in text
     assert "blocks not written 8 0/s full 8" in text
 
@@ -188,8 +187,8 @@ def test_tenants_have_rows_of_their_own(server, capsys, tmp_path):
         counts = {of_tenant("hit_tokens", "chat"): 500, of_tenant("evicted_blocks", "rest"): 4}
         server.metrics.observe(OffloadStats.of(counts, gauges, {}, None).data, engine)
     text = shown(server, capsys)
-    assert "chat 6.00 MiB, quota 4.00 MiB hit tokens 1,000 0/s missed tokens 0 0/s" in text
-    assert "rest 0 bytes, quota 0 bytes" in text
+    assert "chat 6.00 MiB quota 4.00 MiB hit tokens 1,000 0/s missed tokens 0 0/s" in text
+    assert "rest 0 bytes quota 0 bytes" in text
     assert "evicted blocks 8" in text
 
 
@@ -198,7 +197,7 @@ def test_what_a_server_or_bucket_holds_is_not_known(server, capsys):
     counts = {str(TIER_SERIES[0].written_bytes): 5 << 20, str(TIER_SERIES[0].read_bytes): 3 << 20}
     server.metrics.observe(OffloadStats.of(counts, {}, {}, None).data, 0)
     text = shown(server, capsys)
-    assert "tier 1 working holds unknown read 3.00 MiB 0 bytes/s written 5.00 MiB" in text
+    assert "tier 1: working holds unknown read 3.00 MiB 0 bytes/s written 5.00 MiB" in text
     assert "holds 0 bytes" not in text
 
 
@@ -216,8 +215,8 @@ def test_what_engines_share_has_rows_and_counts_once(server, capsys):
 
 
 def test_what_is_pinned_has_a_row(server, capsys):
-    server.observe({}, slots=100, pins=3, pinned_slots=40)
-    assert "slots pinned 40, 3 prompts 40" in shown(server, capsys)
+    server.observe({}, slots=200, pins=3, pinned_slots=40)
+    assert "slots pinned by 3 prompts 40 of 200 20.0 %" in shown(server, capsys)
 
 
 def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):
@@ -258,38 +257,39 @@ def test_no_secret_in_the_address_is_shown(server, capsys):
 
 def test_every_metric_that_is_shown_exists(server, monkeypatch):
     asked: set[str] = set()
-    read = top.Reading.total
+    values = top.Reading.values
 
-    def total(self: Any, name: str, **labels: str) -> float:
-        asked.add(name)
-        return read(self, name, **labels)
+    def remember(self: Any, name: str, **labels: str) -> list[float]:
+        asked.add(name if name == top.PROMPT_TOKENS else PREFIX + name)
+        return values(self, name, **labels)
 
-    monkeypatch.setattr(top.Reading, "total", total)
+    monkeypatch.setattr(top.Reading, "values", remember)
     server.start_metrics(tiers=TIERS)
-    view = top.View(top.read(f"{server.url}/metrics"), None)
-    view = top.View(view.now, view.now)
-    for ask in top.QUESTIONS.values():
-        ask(view)
-    known = {name for name, _ in view.now.samples}
-    assert {name if name == top.PROMPT_TOKENS else PREFIX + name for name in asked} <= known
+    now = read(f"{server.url}/metrics")
+    for section in top.SECTIONS:
+        list(section(Figures(now, now)))
+    known = {name for name, *_ in now.samples}
+    assert asked <= known
     assert len(asked) > 20
     assert len(known) > len(COUNTERS) / 2 + len(GAUGES) + len(HISTOGRAMS) / 2
 
 
-def test_rates_are_those_between_two_readings(server):
-    watch = Watch(metrics_url(server.url))
-    watch.read()
+def test_rates_are_those_between_two_readings_of_one_process(server):
+    before = read(f"{server.url}/metrics")
     server.observe({Count.LOADED_TOKENS: 700})
     server.prompt_tokens.inc(1400)
-    watch.read()
-    assert watch.last is not None
-    assert watch.before is not None
-    view = top.View(watch.last, watch.before)
-    assert view.grown("loaded_tokens_total") == 700
-    assert view.rate("loaded_tokens_total") == pytest.approx(
-        700 / (watch.last.at_s - watch.before.at_s)
-    )
-    assert worth(view)[0] == ("prompt tokens from host", "50.0 %", "50.0 %")
+    now = read(f"{server.url}/metrics")
+    figures = Figures(now, before)
+    assert figures.growth("loaded_tokens_total") == 700
+    share, tokens, *_ = worth(figures)
+    assert share == ("prompt tokens from host", "50.0 %", "50.0 %")
+    assert tokens[2] == f"{700 / (now.at_s - before.at_s):,.0f}/s"
+    server.start_metrics()  # the process is another one: it counts from 0
+    restarted = Figures(read(f"{server.url}/metrics"), now)
+    assert [*worth(restarted)][:2] == [
+        ("prompt tokens from host", "-", "-"),
+        ("tokens from the host", "0", "-"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -333,25 +333,6 @@ def test_a_server_without_our_metrics(server, capsys, text, status, message):
     assert "expected more than 0 and at most" in captured.err
 
 
-def test_a_server_that_goes_away_and_comes_back(server):
-    watch = Watch(metrics_url(server.url))
-    server.observe({Count.LOADED_TOKENS: 700})
-    watch.read()
-    server.status = 503
-    watch.read()
-    assert "answers 503" in watch.problem
-    assert "has not answered for 0 s" in _text_of(watch)
-    assert watch.last is not None
-    assert watch.last.total("loaded_tokens_total") == 700
-    server.status = 200
-    server.start_metrics()  # the process is another one: it counts from 0
-    watch.read()
-    assert not watch.problem
-    assert watch.before is None, "no rate across a restart"
-    watch.read()
-    assert watch.before is not None
-
-
 # ---- answers without an end -------------------------------------------------------------------
 
 
@@ -379,27 +360,24 @@ def endless():
 
 def test_no_more_is_read_than_metrics_may_have(endless, monkeypatch):
     listening, sent = endless
-    monkeypatch.setattr(top, "ANSWER_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(top, "RESPONSE_BYTES_MAX", 1 << 20)
     with pytest.raises(TopError, match=r"answers with more than 1\.00 MiB\. Fix: "):
-        top.read(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
+        read(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
     assert sum(sent) < 64 << 20, "what is on its way is some more"
 
 
 def test_an_answer_that_never_ends_is_given_up(endless, monkeypatch):
     listening, _ = endless
     listening.settimeout(0.02)  # a piece now and then: no single wait is too long
-    monkeypatch.setattr(top, "WHOLE_TIMEOUT_S", 0.5)
-    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(top, "RESPONSE_S", 0.5)
     with pytest.raises(TopError, match=r"no whole answer within 0\.5 s\. Fix: "):
-        top.read(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        read(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
 
 
 # ---- terminals of all sizes -------------------------------------------------------------------
 
 
-def fill(server: Server, tmp_path: Path) -> Watch:
+def fill(server: Server, tmp_path: Path) -> None:
     """All that there may be, with large numbers."""
     server.start_metrics(tiers=TIERS, tenants=str(tmp_path / "tenants.json"))
     named = dict.fromkeys(COUNTERS, 10**9 + 7)
@@ -413,133 +391,68 @@ def fill(server: Server, tmp_path: Path) -> Watch:
         gauges |= {of_tenant("used_bytes", label): 3 << 30}
     counts = {str(name): number for name, number in named.items()}
     server.observe(counts, info={"version": "0.1.0", "memory": "being page-locked"}, **gauges)
-    watch = Watch(metrics_url(server.url))
-    watch.read()
-    server.observe(counts)
-    watch.read()
-    return watch
 
 
-def squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def pages(page: Page, width: int, height: int) -> Iterator[list[str]]:
-    """Yield the screens of a page, from the first to the last."""
-    from rich.console import Console
-
-    console: Any = Console(width=width, height=height, file=io.StringIO(), force_terminal=True)
-    while True:
-        lines = console.render_lines(page, console.options, pad=False)
-        yield ["".join(segment.text for segment in line) for line in lines]
-        before = page.first
-        page.press(b"\x1b[6~")
-        console.render_lines(page)
-        if page.first == before:
-            return
-
-
-@pytest.mark.parametrize(("width", "height"), [(100, 40), (60, 24), (200, 50), (30, 15), (16, 30)])
-def test_every_row_can_be_reached_and_none_is_cut(server, tmp_path, width, height):
-    watch = fill(server, tmp_path)
-    assert watch.last is not None
-    page, whole = Page(top.frame(watch)), dict[int, str]()
-    expected = [line.rstrip() for line in _text_of(watch, width).splitlines()]
-    for lines in pages(page, width, height):
-        assert len(lines) == height
-        assert all(cell_len(line) <= width for line in lines)
-        for number, line in enumerate(lines[:-1], start=page.first):
-            assert whole.setdefault(number, line) == line
-        below = max(0, len(expected) - page.first - height + 1)
-        assert lines[-1].startswith(f"{page.first} lines above, {below} below"[:width])
-    assert [line.rstrip() for _, line in sorted(whole.items())] == expected
-    count = {200: 4, 100: 2}.get(width, 1)
-    column = (width - 2 * (count - 1)) // count
-    starts = range(0, width, column + 2)
-    text = "\n".join(
-        set_cell_size(whole[number], width)[start : start + column]
-        if whole[number].isascii()
-        else whole[number]
-        for start in starts
-        for number in sorted(whole)
-    )
+@pytest.mark.parametrize("width", [90, 200, 60, 30])
+def test_no_figure_is_cut_off(server, tmp_path, width):
+    fill(server, tmp_path)
+    now = read(f"{server.url}/metrics")
+    console = Console(width=width, file=io.StringIO(), markup=False, highlight=False)
+    console.print(top.frame("http://host", now, now, width))
+    text = console.file.getvalue()
     assert "…" not in text
-    view = top.View(watch.last, watch.before)
-    for question, ask in top.QUESTIONS.items():
-        assert squeezed(question) in squeezed(text)
-        for row in ask(view):
-            assert squeezed("".join(row)) in squeezed(text), row
+    assert all(cell_len(line.rstrip()) <= width for line in text.splitlines())
+    if width == 90:
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        for section in top.SECTIONS:
+            assert section.__doc__ in lines
+            for row in section(Figures(now, now)):
+                assert " ".join(" ".join(row).split()) in lines
 
 
-@pytest.mark.parametrize(
-    ("keys", "first"),
-    [
-        (b"j", 1),
-        (b"\x1b[B\x1b[Bjk", 2),
-        (b"\x1b[6~", 8),
-        (b"  b", 8),
-        (b"\x1b[6~\x1b[5~", 0),
-        (b"G", 91),
-        (b"\x1b[Fk", 90),
-        (b"Gg", 0),
-        (b"k\x1b[A\x1b[5~", 0),
-        (b"x\x1b[99;5u\x1b", 0),
-    ],
-)
-def test_keys_scroll(keys, first):
-    from rich.console import Console
-
-    page = Page("\n".join(map(str, range(100))))
-    console: Any = Console(width=60, height=10, file=io.StringIO(), force_terminal=True)
-    console.render_lines(page)
-    assert not page.press(keys)
-    lines = console.render_lines(page, pad=False)
-    assert [line[0].text for line in lines[:-1]] == list(map(str, range(first, first + 9)))
-    assert page.press(b"j\x1b[Aq")
-
-
-def test_a_server_that_does_not_answer_is_told_where_the_page_is_scrolled_to():
-    page = Page("\n".join(map(str, range(100))))
-    page.note = "NO ANSWER"
-    *_, last = pages(page, 60, 10)
-    assert last[-1].startswith("91 lines above, 0 below; NO ANSWER; q ends")
-
-
-def _text_of(watch: Watch, width: int = 160) -> str:
-    from rich.console import Console
-
-    console: Any = Console(width=width, file=io.StringIO())
-    console.print(top.frame(watch))
-    return str(console.file.getvalue())
-
-
-def test_the_live_view_ends_when_the_user_interrupts(server, capsys, monkeypatch):
-    intervals = []
-
-    def sleep(seconds: float) -> None:
-        intervals.append(seconds)
-        if len(intervals) == 3:
-            raise KeyboardInterrupt
-
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Return a function after whose calls, of a number, the user presses Ctrl-C; and their log."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # what `rich` takes for a terminal
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(top.time, "sleep", sleep)
+    calls = []
+
+    def interrupt(number: int, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+
+    return (lambda number: functools.partial(interrupt, number)), calls
+
+
+def test_the_live_view_ends_when_the_user_interrupts(server, capsys, monkeypatch, interrupted):
+    interrupt, calls = interrupted
+    monkeypatch.setattr(top.time, "sleep", interrupt(3))
     assert main(["top", server.url, "--interval", "7"]) == 0
-    assert intervals == [7, 7, 7]
+    assert len(calls) == 3
     assert "Is it worth it?" in capsys.readouterr().out
 
 
-def test_an_interrupt_of_the_first_frame_leaves_the_terminal_as_it_was(server, capsys, monkeypatch):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(Live, "refresh", interrupt)
+def test_an_interrupt_of_the_first_frame_leaves_the_terminal_as_it_was(
+    server, capsys, monkeypatch, interrupted
+):
+    monkeypatch.setattr(Live, "refresh", interrupted[0](1))
     assert main(["top", server.url]) == 0
     out = capsys.readouterr().out
     for on, off in (("\x1b[?1049h", "\x1b[?1049l"), ("\x1b[?25l", "\x1b[?25h")):  # screen, cursor
         assert 0 <= out.index(on) < out.index(off)
+
+
+def test_a_server_that_goes_away_is_reported_beside_the_last_figures(server):
+    server.observe({Count.LOADED_TOKENS: 700})
+    with on_terminal(server, 120, 24, "0.2") as (ours, _, child):
+        read_until(ours, "700", "right column: now")
+        server.status = 503
+        read_until(ours, "NO ANSWER", "answers 503", "700")
+        server.status = 200
+        read_until(ours, "right column: now")
+        os.write(ours, b"q")
+        assert child.wait() == 0
 
 
 ON_ITS_TERMINAL = """
@@ -548,17 +461,6 @@ from safe_offload.commands.cli import main
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 sys.exit(main(sys.argv[1:]))
 """
-
-
-# An interrupt that comes right before the wait for a key is seen when the wait is over.
-@pytest.mark.parametrize(("key", "interval_s"), [(b"q", "86400"), (b"Q", "86400"), (b"\x03", "1")])
-def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(server, key, interval_s):
-    with on_terminal(server, 80, 24, interval_s) as (ours, theirs, child):
-        before = termios.tcgetattr(theirs)
-        read_until(ours, "worth it?")
-        os.write(ours, b"x" + key)
-        assert child.wait() == 0
-        assert termios.tcgetattr(theirs) == before
 
 
 @contextlib.contextmanager
@@ -592,19 +494,31 @@ def read_until(terminal: int, *words: str) -> str:
     return text.decode(errors="replace")
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 40), (60, 24)])
-def test_a_terminal_is_scrolled_to_the_end_and_may_change_its_size(server, tmp_path, width, height):
+# An interrupt that comes right before the wait for a key is seen when the wait is over.
+@pytest.mark.parametrize(("key", "interval_s"), [(b"q", "86400"), (b"Q", "86400"), (b"\x03", "1")])
+def test_keys_scroll_and_end_it_and_the_terminal_is_as_it_was(server, tmp_path, key, interval_s):
     fill(server, tmp_path)
-    with on_terminal(server, width, height, "86400") as (ours, theirs, child):
-        text = read_until(ours, "0 lines above", "q ends")
+    with on_terminal(server, 60, 24, interval_s) as (ours, theirs, child):
+        before = termios.tcgetattr(theirs)
+        text = read_until(ours, "0 lines above")
         assert "mean wait for tiers" not in text
-        os.write(ours, b"G")
-        read_until(ours, " 0 below")
-        termios.tcsetwinsize(theirs, (500, width))
-        text = read_until(ours, "Is it worth it?", "mean wait for tiers", "q ends")
-        assert "lines above" not in text
-        os.write(ours, b"q")
+        for keys, expected in (
+            (b"j", "1 lines above"),
+            (b"\x1b[B\x1b[Bjk", "3 lines above"),
+            (b"\x1b[A\x1b[6~", "24 lines above"),
+            (b"  b", "46 lines above"),
+            (b"\x1b[5~", "24 lines above"),
+            (b"G", " 0 below"),
+            (b"\x1b[Fk", " 1 below"),
+            (b"gk\x1b[5~x\x1b[99;5u", "0 lines above"),
+        ):
+            os.write(ours, keys)
+            read_until(ours, expected)
+        termios.tcsetwinsize(theirs, (500, 60))
+        read_until(ours, "Is it worth it?", "mean wait for tiers", "0 lines above, 0 below")
+        os.write(ours, b"x" + key)
         assert child.wait() == 0
+        assert termios.tcgetattr(theirs) == before
 
 
 def test_doctor_says_what_a_running_server_would_hit_with_more_memory(server):
