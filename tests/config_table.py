@@ -10,8 +10,7 @@ from pathlib import Path
 
 from safe_offload.config.options import SETTINGS
 from safe_offload.config.settings import Setting
-from safe_offload.config.tier_url import URL
-from safe_offload.config.tiers import TIER_SETTINGS
+from safe_offload.config.tiers import COMMON, OWN, URL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = "| key | default | allowed | what it does |\n|---|---|---|---|\n"
@@ -28,8 +27,9 @@ TABLE = re.compile(rf"^{re.escape(HEAD)}(?:\|.*\n)*", re.MULTILINE)
 
 
 def tables() -> list[str]:
-    """Return the tables as Markdown: of all settings, and of those of a tier."""
-    return [_table(SETTINGS.values()), _table([URL, *TIER_SETTINGS.values()])]
+    """Return the tables as Markdown: of all settings, of those of a tier, and of each kind."""
+    of_tiers = [URL, *COMMON.values()], *(rows.values() for rows in OWN.values())
+    return [_table(SETTINGS.values()), *map(_table, of_tiers)]
 
 
 def write(page: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.tiers.mooncake.mooncake_store import MooncakeStore
 from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.sealed_tier import SealedTier
@@ -171,7 +171,7 @@ class Segment(_Process):
 
 
 def mooncake_tier(
-    config: TierConfig, facts: Mapping[str, object] | None = None, seal: Seal = PLAIN
+    config: MooncakeConfig, facts: Mapping[str, object] | None = None, seal: Seal = PLAIN
 ) -> SealedTier:
     """Return the tier of an engine."""
     return SealedTier(MooncakeStore(config, 1), facts, seal)

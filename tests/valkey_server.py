@@ -19,7 +19,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import TierConfig, ValkeyConfig
 from tests import stopping
 
 START_S = 300
@@ -248,9 +248,10 @@ class Certificates:
         }
 
 
-def url_config(url: str, **values: object) -> TierConfig:
+def url_config(url: str, **values: object) -> ValkeyConfig:
     """A tier at a url, with a timeout that no slow machine reaches."""
-    return TierConfig.at(url, **{"timeout_s": 60.0, **values})
+    config: ValkeyConfig = TierConfig.at(url, **{"timeout_s": 60.0, **values})
+    return config
 
 
 def wait_for(is_so: Callable[[], bool], what: str) -> None:

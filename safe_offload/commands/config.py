@@ -17,8 +17,7 @@ from typing import Any, Final
 from safe_offload.config import options, other_connectors
 from safe_offload.config.options import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.config.printing import NOT_SHOWN, masked, printable, shown, shown_key
-from safe_offload.config.tier_url import URL
-from safe_offload.config.tiers import TIER_SETTINGS, TierConfig
+from safe_offload.config.tiers import COMMON, OWN, URL, TierConfig, schemes_with
 from safe_offload.config.transfer_config import (
     CONNECTOR_NAME,
     DEFAULT_KV_ROLE,
@@ -68,7 +67,10 @@ def _all_settings(*, explain: bool) -> Iterator[str]:
     yield _row("key", "default", "allowed")
     yield from _defaults(SETTINGS.values(), explain=explain)
     yield '\nSettings of each mapping in "tiers":\n'
-    yield from _defaults((URL, *TIER_SETTINGS.values()), explain=explain)
+    yield from _defaults((URL, *COMMON.values()), explain=explain)
+    for config, own in OWN.items():
+        yield f"\nBeside {schemes_with(config)}:\n"
+        yield from _defaults(own.values(), explain=explain)
 
 
 def _defaults(rows: Iterable[Any], *, explain: bool) -> Iterator[str]:
@@ -151,7 +153,7 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
 
 def _as_written(tier: TierConfig) -> dict[str, object]:
     """Return how a directory would be written as a tier."""
-    bound = {} if tier.capacity_bytes is None else {"capacity": tier.capacity_bytes}
+    bound = {} if tier.limit_bytes is None else {"capacity": tier.limit_bytes}
     return {"url": tier.location.label, **bound}
 
 

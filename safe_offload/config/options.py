@@ -31,14 +31,15 @@ from safe_offload.config.settings import (
     switch,
     text,
 )
+from safe_offload.config.tier_list import tiers
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import (
     MAX_CAPACITY_BYTES,
-    TIER_SETTINGS,
+    OWN,
+    FileConfig,
     TierConfig,
     directory,
     file,
-    tiers,
 )
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
@@ -308,9 +309,9 @@ def _directory_tier(written: other_connectors.Directory) -> TierConfig:
     """Return the tier of a directory of OffloadingConnector's."""
     location = Location("file", directory().read(written.path_key, written.path))
     if written.bound is None:
-        return TierConfig(location)
-    kind = scaled(TIER_SETTINGS["capacity_bytes"].kind, MAX_CAPACITY_BYTES, written.unit_bytes)
-    return TierConfig(location, kind.read(written.bound_key, written.bound))
+        return FileConfig(location)
+    kind = scaled(OWN[FileConfig]["capacity_bytes"].kind, MAX_CAPACITY_BYTES, written.unit_bytes)
+    return FileConfig(location, capacity_bytes=kind.read(written.bound_key, written.bound))
 
 
 def _disk_tier(
@@ -331,7 +332,8 @@ def _disk_tier(
         refuse("kv_offload_backend", "disk", "no directory is given", allowed, fix)
     row = SETTINGS[capacity_key]
     per_rank_bytes = values.get(capacity_key) or row.kind.read(row.key, row.default)
-    return TierConfig(Location("file", values[path_key]), per_rank_bytes * world_size)
+    location = Location("file", values[path_key])
+    return FileConfig(location, capacity_bytes=per_rank_bytes * world_size)
 
 
 def _require_mapping(extra: object) -> Mapping[str, object]:

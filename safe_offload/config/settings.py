@@ -52,12 +52,16 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key that users may write; `default` as they would write it, None if it has no value."""
+    """A key that users may write; `default` as they would write it, None if it has no value.
+
+    `elsewhere` is what to do instead where only other kinds of place have the setting.
+    """
 
     key: str
     kind: Kind
     default: object
     help: str
+    elsewhere: str
 
 
 class NestedKey(str):
@@ -75,11 +79,17 @@ class NestedKey(str):
 
 
 def setting(
-    kind: Kind, default: object, help: str, *, key: str = "", is_secret: bool = False
+    kind: Kind,
+    default: object,
+    help: str,
+    *,
+    key: str = "",
+    is_secret: bool = False,
+    elsewhere: str = "",
 ) -> Any:
     """Return the field of a dataclass that is a setting; `key` if it is not the field's name."""
     value = None if default is None else kind.read(key, default)
-    metadata = {"setting": (key, kind, default, help)}
+    metadata = {"setting": (key, kind, default, help, elsewhere)}
     return dataclasses.field(default=value, repr=not is_secret, metadata=metadata)
 
 

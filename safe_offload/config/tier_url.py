@@ -6,16 +6,13 @@ never shown: neither in a message about the url nor in what a tier is called.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
-from safe_offload.config.printing import NOT_SHOWN, shown, without_secrets
-from safe_offload.config.settings import Kind, Setting, refuse
+from safe_offload.config.printing import shown, without_secrets
 
 FILE: Final = "file"
 SERVERS: Final = ("redis", "rediss", "unix")
@@ -34,10 +31,6 @@ DEFAULT_PORT: Final = 6379
 MASTER_PORT: Final = 50051
 DATABASE_MAX: Final = 16383
 
-_SAME: Final = {"valkey": "redis", "valkeys": "rediss", "gcs": "gs", "azure": "az"}
-_SCHEME: Final = re.compile(
-    r"([a-z][a-z0-9+.-]{0,19})://(.*)", re.ASCII | re.IGNORECASE | re.DOTALL
-)
 _HOST: Final = re.compile(r"[A-Za-z0-9._:-]{1,255}", re.ASCII)
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._/=-]{0,512}", re.ASCII)
@@ -79,47 +72,6 @@ class Location:
         return f"{self.scheme}://{self.path}{query}"
 
 
-def read_url(key: str, value: object) -> Location:
-    """Return what a url means; a ConfigError has one that can be meant."""
-    example = KINDS[FILE].example
-    if not isinstance(value, str):
-        refuse(key, value, "this is not a string", URL_FORMS, f'write "{key}": "{example}"')
-    match = _SCHEME.match(value)
-    if match is None:
-        fix = f'write "{key}": "{example}"'
-        if not problem_of_path(value) and _can_be_shown(value):
-            fix = f'write "{key}": "file://{value}"'
-        shown_value = value if value.startswith("/") else NOT_SHOWN
-        refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
-    scheme = _meant_by(match[1].lower())
-    kind = KINDS.get(scheme)
-    example = kind.example if kind else example
-    found: Location | None = None
-    fix = ""
-    if scheme == FILE:
-        found, problem, fix = _read_file(match[2])
-    elif kind and value.isprintable():
-        try:
-            found, problem = kind.read(scheme, urlsplit(value))
-        except ValueError:  # a port that is no number, brackets that do not close
-            problem = "the host or port is invalid"
-    elif kind:
-        problem = "it contains unprintable characters"
-    else:
-        problem = f'the scheme "{scheme}" is unknown'
-        nearest = difflib.get_close_matches(scheme, (*KINDS, *_SAME), n=1)
-        example = KINDS[_meant_by(nearest[0])].example if nearest else example
-        fix = ", or remove this tier"
-    if found is None or problem:
-        fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
-        refuse(key, value, problem, URL_FORMS, fix)
-    return found
-
-
-def _meant_by(scheme: str) -> str:
-    return _SAME.get(scheme, scheme)
-
-
 def problem_of_path(path: str) -> str:
     """Return what is wrong with the path of a directory, or nothing."""
     if not path.startswith("/"):
@@ -129,31 +81,33 @@ def problem_of_path(path: str) -> str:
     return "the root of a file system cannot be a tier" if not path.strip("/.") else ""
 
 
-def _can_be_shown(path: str) -> bool:
+def can_be_shown(path: str) -> bool:
+    """Return whether a path is short and without secrets."""
     return len(path) <= PATH_LENGTH_SHOWN and path == without_secrets(path)
 
 
-def _read_file(rest: str) -> tuple[Location, str, str]:
+def read_file(rest: str) -> tuple[Location, str, str]:
     """Return the location of a directory, what is wrong with it, and perhaps a fix."""
     machine, slash, written = rest.partition("/")
     path = unquote(slash + written)
     problem, fix = problem_of_path(path), ""
     if machine not in ("", "localhost"):
-        what = shown(machine) if _can_be_shown(rest) else "something"
+        what = shown(machine) if can_be_shown(rest) else "something"
         problem = f"{what} takes the place of a host name; write three slashes"
         if machine in (".", "..", "~"):
             problem = "the path is not absolute"
             path = os.path.abspath(os.path.expanduser(unquote(rest)))
-            if not problem_of_path(path) and _can_be_shown(path):
+            if not problem_of_path(path) and can_be_shown(path):
                 fix = f'write "{URL_KEY}": "file://{path}"'
-        elif not problem_of_path(f"/{machine}{path}") and _can_be_shown(rest):
+        elif not problem_of_path(f"/{machine}{path}") and can_be_shown(rest):
             fix = f'write "{URL_KEY}": "file:///{rest}"'
     elif "?" in written or "#" in written:
         problem = 'a path with "?" or "#" must be written with %3F or %23'
     return Location(FILE, os.path.normpath(path)), problem, fix
 
 
-def _read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
+def read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    """Read the url of a Valkey or Redis server."""
     host, path = url.hostname or "", url.path.strip("/")
     found = Location(
         scheme,
@@ -171,7 +125,8 @@ def _read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
     return found, problem or _no_query(url)
 
 
-def _read_master(scheme: str, url: SplitResult) -> tuple[Location, str]:
+def read_master(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    """Read the url of a master of Mooncake Store."""
     host = url.hostname or ""
     problem = "" if _HOST.fullmatch(host) else "it names no machine"
     if "@" in url.netloc or url.path.strip("/"):
@@ -179,7 +134,8 @@ def _read_master(scheme: str, url: SplitResult) -> tuple[Location, str]:
     return Location(scheme, host=host, port=url.port or MASTER_PORT), problem or _no_query(url)
 
 
-def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+def read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    """Read the url of a server's socket."""
     path = unquote(url.path)
     problem = problem_of_path(path)
     name, _, number = url.query.partition("=")
@@ -196,7 +152,8 @@ def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
     ), problem
 
 
-def _read_bucket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+def read_bucket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    """Read the url of a bucket."""
     bucket, prefix = url.netloc, url.path.strip("/")
     problem = ""
     if "@" in bucket:
@@ -220,48 +177,3 @@ def _no_query(url: SplitResult) -> str:
     if url.query or url.fragment:
         return '"?" and "#" are not allowed: use settings of the tier instead'
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A kind of place, by the scheme of its urls.
-
-    Attributes:
-        store: the module of its `Store`, and the class.
-        settings: that only some schemes have, by their keys.
-        read: from the scheme and a url to where it is, and what is wrong with it.
-    """
-
-    example: str
-    store: str
-    settings: tuple[str, ...] = ()
-    read: Callable[[str, SplitResult], tuple[Location, str]] = _read_bucket
-
-
-_OF_SERVER: Final = ("connections", "ttl", "password_file")
-_OF_MASTER: Final = (
-    *("endpoint", "protocol", "device_name", "metadata_server"),
-    *("segment", "replicas", "config_file"),
-)
-_FILES, _VALKEY, _BUCKET_STORE, _MOONCAKE = (
-    "safe_offload.tiers.files.file_store:FileStore",
-    "safe_offload.tiers.valkey.valkey_store:ValkeyStore",
-    "safe_offload.tiers.objects.bucket_store:BucketStore",
-    "safe_offload.tiers.mooncake.mooncake_store:MooncakeStore",
-)
-_WITH_TLS: Final = (*_OF_SERVER, "ca_file", "cert_file", "key_file")
-_OF_BUCKET: Final = ("connections", "endpoint")
-
-KINDS: Final = {
-    FILE: Scheme("file:///mnt/nvme/kv", _FILES, ("capacity", "threads")),
-    "redis": Scheme("redis://valkey.internal:6379", _VALKEY, _OF_SERVER, _read_server),
-    "rediss": Scheme("rediss://valkey.internal:6379", _VALKEY, _WITH_TLS, _read_server),
-    "unix": Scheme("unix:///run/valkey/valkey.sock", _VALKEY, _OF_SERVER, _read_socket),
-    "s3": Scheme("s3://bucket/kv", _BUCKET_STORE, _OF_BUCKET),
-    "gs": Scheme("gs://bucket/kv", _BUCKET_STORE, _OF_BUCKET),
-    "az": Scheme("az://container/kv", _BUCKET_STORE, _OF_BUCKET),
-    MOONCAKE: Scheme("mooncake://master.internal:50051", _MOONCAKE, _OF_MASTER, _read_master),
-}
-"""Every kind of place: another one is a line here and a class."""
-
-URL: Final = Setting(URL_KEY, Kind(URL_FORMS, read_url), None, "Location of the tier; required.")

@@ -1,25 +1,28 @@
-"""What a user says about tiers, as both processes know it.
+"""The settings of a tier, as both processes know it: of all kinds of place, and of each.
 
-`TierConfig` is the table of what may be written of one tier, as `OffloadConfig` is of all else.
+`KINDS` is the table of kinds. To add a setting, add a field to the class of its kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
 
-from safe_offload.config.printing import NOT_SHOWN, shown, shown_key
+from safe_offload.config.printing import NOT_SHOWN, shown
 from safe_offload.config.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
     NestedKey,
+    Setting,
     choice,
     count,
     duration,
-    fix_of_unknown,
     refuse,
     seconds,
     setting,
@@ -29,15 +32,18 @@ from safe_offload.config.settings import (
     text,
 )
 from safe_offload.config.tier_url import (
-    BUCKETS,
     FILE,
-    KINDS,
-    URL,
+    MOONCAKE,
     URL_FORMS,
     URL_KEY,
     Location,
+    can_be_shown,
     problem_of_path,
-    read_url,
+    read_bucket,
+    read_file,
+    read_master,
+    read_server,
+    read_socket,
 )
 
 MAX_TIERS: Final = 8
@@ -54,7 +60,6 @@ BUCKET_CONNECTIONS: Final = 16
 """To an object store, if nothing is written: each answer takes it tens of milliseconds."""
 MAX_REPLICAS: Final = 16
 MAX_TTL_S: Final = 366 * 86400
-_EXAMPLE: Final = '[{"url": "file:///mnt/nvme/kv", "capacity": "1TiB"}]'
 
 SHARED_HASH: Final = "sha256_cbor"
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
@@ -114,20 +119,13 @@ def endpoint() -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """One tier; the order of tiers is that in which they are asked, the nearest first.
+    """What every tier has; each kind of place adds its own settings.
 
-    The sentences of the fields are those of docs/configuration.md. None is no limit, or no file; of
-    `ttl_s` never, of `ca_file` the system's certificates, of `endpoint` the cloud's own. A
+    The sentences of the fields are those of docs/configuration.md. None is no limit, or no file. A
     `model_version` and an `hmac_key_file` have all tiers or none; `store` is one for all.
     """
 
     location: Location
-    capacity_bytes: int | None = setting(
-        size(MAX_CAPACITY_BYTES),
-        None,
-        "Directory: bytes for all engines that share it; unlimited by default.",
-        key="capacity",
-    )
     namespace: str = setting(text(), "", "Separates engines that would otherwise share objects.")
     model_version: str = setting(
         text(),
@@ -155,218 +153,286 @@ class TierConfig:
         DEFAULT_TIER_TIMEOUT_S,
         "Timeout of a probe, read or write.",
     )
-    num_threads: int = setting(
-        count(1, MAX_TIER_THREADS, example=4),
-        4,
-        "Directory: I/O threads per rank.",
-        key="threads",
-    )
     keep: bool = setting(switch(), False, "Copy hits from farther tiers to this one.")
-    num_connections: int = setting(
-        count(1, MAX_CONNECTIONS, example=4),
-        DEFAULT_CONNECTIONS,
-        "Server or bucket: connections per rank (bucket: 16 by default).",
-        key="connections",
-    )
-    ttl_s: float | None = setting(
-        duration(MAX_TTL_S),
-        None,
-        "Server: delete objects unused for this long. By default, the server evicts.",
-        key="ttl",
-    )
-    password_file: str | None = setting(
-        file(),
-        None,
-        "Server: file with its password, to keep it out of the url.",
-        is_secret=True,
-    )
-    ca_file: str | None = setting(
-        file(), None, "`rediss://`: CA certificates that replace the system's."
-    )
-    cert_file: str | None = setting(
-        file(), None, "`rediss://`: client certificate, if the server requires one."
-    )
-    key_file: str | None = setting(file(), None, "`rediss://`: key of `cert_file`.", is_secret=True)
-    endpoint: str | None = setting(
-        endpoint(),
-        None,
-        "Bucket: address of the object store, if not the cloud's own. Mooncake: address of the "
-        "master's pages, where not at its port 9003.",
-    )
-    protocol: str | None = setting(
-        choice(["tcp", "rdma"]), None, "Mooncake: `tcp` (default) or `rdma`."
-    )
-    device_name: str = setting(
-        text(), "", "Mooncake: RDMA devices, separated by commas; all by default."
-    )
-    metadata_server: str = setting(
-        text(), "", "Mooncake: address of its metadata server; none by default (`P2PHANDSHAKE`)."
-    )
-    segment_bytes: int | None = setting(
-        size(MAX_CAPACITY_BYTES),
-        None,
-        "Mooncake: memory that this engine gives to the store; by default it only uses the store.",
-        key="segment",
-    )
-    replicas: int = setting(
-        count(1, MAX_REPLICAS, example=2), 1, "Mooncake: machines that keep each object."
-    )
-    config_file: str | None = setting(
-        file(),
-        None,
-        "Mooncake: the file of vLLM's `MOONCAKE_CONFIG_PATH`, for what is not written here.",
-    )
     hmac_key_file: str | None = setting(
         file(),
         None,
         "File with a key that seals objects; objects without its seal are misses.",
         is_secret=True,
     )
-    # Not a setting: the file of tenants, of which each has a share of a directory.
-    tenants_path: str = dataclasses.field(default="", repr=False)
 
     @classmethod
-    def at(cls, url: str, **values: Any) -> TierConfig:
-        """Return the tier at a url, all else as for `TierConfig`."""
+    def at(cls, url: str, **values: Any) -> Any:
+        """Return the tier at a url, a `TierConfig` of its kind, with values of its fields."""
         location = read_url(URL_KEY, url)
-        return cls(location, **(_defaults(location) | values))
+        return KINDS[location.scheme].config(location, **values)
+
+    @classmethod
+    def check(cls, location: Location, place: str, written: Mapping[str, object]) -> None:
+        """Raise ConfigError if settings of this kind, at `place` of the list, contradict."""
+
+    def of_rank(self, world_size: int, tenants_path: str) -> TierConfig:
+        """Return the configuration of one of an engine's ranks."""
+        return self
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Return how much the place may hold; None if there is no limit, or another sets it."""
+        return None
+
+    @property
+    def host_bytes(self) -> int:
+        """Return how much of this machine's memory the engine gives to the place."""
+        return 0
 
 
-def _defaults(location: Location) -> dict[str, Any]:
-    """Return the values of fields that are not those of the table for a tier at this place."""
-    return {"num_connections": BUCKET_CONNECTIONS} if location.scheme in BUCKETS else {}
+@dataclass(frozen=True, slots=True)
+class FileConfig(TierConfig):
+    """A directory."""
+
+    capacity_bytes: int | None = setting(
+        size(MAX_CAPACITY_BYTES),
+        None,
+        "Bytes for all engines that share the directory; unlimited by default.",
+        key="capacity",
+        elsewhere="set the server's maxmemory, with allkeys-lru, or use a lifecycle rule of the "
+        "bucket",
+    )
+    num_threads: int = setting(
+        count(1, MAX_TIER_THREADS, example=4),
+        4,
+        "I/O threads per rank.",
+        key="threads",
+        elsewhere='use "connections"',
+    )
+    # Not a setting: the file of tenants, each of which has a share of the directory.
+    tenants_path: str = dataclasses.field(default="", repr=False)
+
+    def of_rank(self, world_size: int, tenants_path: str) -> FileConfig:
+        """See `TierConfig`."""
+        return dataclasses.replace(self, tenants_path=tenants_path)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """See `TierConfig`."""
+        return self.capacity_bytes
 
 
-TIER_SETTINGS: Final = settings_of(TierConfig)
-TIER_KEYS: Final = (URL_KEY, *(row.key for row in TIER_SETTINGS.values()))
-_MAXMEMORY: Final = "; set the server's maxmemory, with allkeys-lru"
-_LIFECYCLE: Final = "; use a lifecycle rule of the bucket"
-# Settings that only some schemes have (`KINDS`), and what stands in their place elsewhere.
-_ONLY: Final = {
-    "capacity": f"{_MAXMEMORY}, or{_LIFECYCLE[1:]}",
-    "threads": '; use "connections"',
-    "connections": '; use "threads"',
-    "ttl": f', or write "capacity"; for a bucket,{_LIFECYCLE[1:]}',
-    "password_file": "",
-    "ca_file": ", or write rediss:// for TLS",
-    "cert_file": ", or write rediss:// for TLS",
-    "key_file": ", or write rediss:// for TLS",
-    "endpoint": "",
-    **dict.fromkeys(
-        ("protocol", "device_name", "metadata_server", "segment", "replicas", "config_file"), ""
-    ),
-}
-# What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
-_FIELDS_ALIKE: Final[Mapping[str, type]] = {"store": str, "model_version": bool}
-_ALIKE: Final = "all tiers with it, or all without"
-MIXED_KEYS: Final = (
-    "anyone who can write to the tier without a key could get forged blocks, and everything "
-    "computed from them, sealed with yours"
+@dataclass(frozen=True, slots=True)
+class ValkeyConfig(TierConfig):
+    """A Valkey or Redis server. Without `ttl_s`, the server alone evicts."""
+
+    num_connections: int = setting(
+        count(1, MAX_CONNECTIONS, example=4),
+        DEFAULT_CONNECTIONS,
+        "Connections per rank.",
+        key="connections",
+        elsewhere='use "threads"',
+    )
+    ttl_s: float | None = setting(
+        duration(MAX_TTL_S),
+        None,
+        "Delete objects unused for this long. By default, the server evicts.",
+        key="ttl",
+        elsewhere='write "capacity"; for a bucket, use a lifecycle rule of the bucket',
+    )
+    password_file: str | None = setting(
+        file(),
+        None,
+        "File with the server's password, to keep it out of the url.",
+        is_secret=True,
+    )
+
+    @classmethod
+    def check(cls, location: Location, place: str, written: Mapping[str, object]) -> None:
+        """See `TierConfig`."""
+        if location.password and "password_file" in written:
+            problem, fix = "the url has a password too", "remove the password from the url"
+            key = NestedKey("password_file", place)
+            refuse(key, NOT_SHOWN, problem, "one of the two", fix)
+        for has, lacks in (("cert_file", "key_file"), ("key_file", "cert_file")):
+            if has in written and lacks not in written:
+                problem, fix = f'"{lacks}" is missing', f'add "{lacks}"'
+                refuse(NestedKey(has, place), written[has], problem, "both or none", fix)
+
+
+_TLS: Final = "write rediss:// for TLS"
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyTlsConfig(ValkeyConfig):
+    """A server behind TLS. Without `ca_file`, the system's certificates count."""
+
+    ca_file: str | None = setting(
+        file(), None, "CA certificates that replace the system's.", elsewhere=_TLS
+    )
+    cert_file: str | None = setting(
+        file(), None, "Client certificate, if the server requires one.", elsewhere=_TLS
+    )
+    key_file: str | None = setting(
+        file(), None, "Key of `cert_file`.", is_secret=True, elsewhere=_TLS
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BucketConfig(TierConfig):
+    """A bucket. Without `endpoint`, the cloud's own."""
+
+    num_connections: int = setting(
+        count(1, MAX_CONNECTIONS, example=4),
+        BUCKET_CONNECTIONS,
+        "Connections per rank.",
+        key="connections",
+        elsewhere='use "threads"',
+    )
+    endpoint: str | None = setting(
+        endpoint(), None, "Address of the object store, if not the cloud's own."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeConfig(TierConfig):
+    """Mooncake Store."""
+
+    endpoint: str | None = setting(
+        endpoint(), None, "Address of the master's pages, where not at its port 9003."
+    )
+    protocol: str | None = setting(choice(["tcp", "rdma"]), None, "`tcp` (default) or `rdma`.")
+    device_name: str = setting(text(), "", "RDMA devices, separated by commas; all by default.")
+    metadata_server: str = setting(
+        text(), "", "Address of its metadata server; none by default (`P2PHANDSHAKE`)."
+    )
+    segment_bytes: int | None = setting(
+        size(MAX_CAPACITY_BYTES),
+        None,
+        "Memory that this engine gives to the store; by default it only uses the store.",
+        key="segment",
+    )
+    replicas: int = setting(count(1, MAX_REPLICAS, example=2), 1, "Machines that keep each object.")
+    config_file: str | None = setting(
+        file(),
+        None,
+        "The file of vLLM's `MOONCAKE_CONFIG_PATH`, for what is not written here.",
+    )
+
+    def of_rank(self, world_size: int, tenants_path: str) -> MooncakeConfig:
+        """See `TierConfig`."""
+        segment_bytes = self.segment_bytes and self.segment_bytes // world_size
+        return dataclasses.replace(self, segment_bytes=segment_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """See `TierConfig`."""
+        return self.segment_bytes or 0
+
+
+_SAME: Final = {"valkey": "redis", "valkeys": "rediss", "gcs": "gs", "azure": "az"}
+_SCHEME: Final = re.compile(
+    r"([a-z][a-z0-9+.-]{0,19})://(.*)", re.ASCII | re.IGNORECASE | re.DOTALL
 )
 
 
-def tiers() -> Kind:
-    """Return the kind of a list of tiers, nearest first."""
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A kind of place, by the scheme of its urls.
 
-    def read(key: str, value: object) -> tuple[TierConfig, ...]:
-        allowed = f"a list of 0 to {MAX_TIERS} mappings, the nearest tier first"
-        fix = f'write "{key}": {_EXAMPLE}, or leave it out'
-        if not isinstance(value, list | tuple):
-            refuse(key, NOT_SHOWN, "this is not a list", allowed, fix)
-        if len(value) > MAX_TIERS:
-            refuse(key, value, f"these are {len(value)} tiers", allowed, fix)
-        found: list[TierConfig] = []
-        for index, written in enumerate(value):
-            place = f'["{key}"][{index}]'
-            tier = _read_tier(key, place, written)
-            for other, earlier in enumerate(found):
-                if earlier.location == tier.location:
-                    what = "directory" if tier.location.scheme == FILE else "url"
-                    problem = f'tier {other + 1}, ["{key}"][{other}], has the same {what}'
-                    url = written[URL_KEY]
-                    fix = "remove one of the two"
-                    refuse(NestedKey(URL_KEY, place), url, problem, URL_FORMS, fix)
-            found.append(tier)
-            _require_alike(found, value, place)
-        return tuple(found)
+    Attributes:
+        store: the module of its `Store`, and the class.
+        config: its settings.
+        read: from the scheme and a url to where it is, and what is wrong with it.
+    """
 
-    return Kind('a list of mappings, each with a "url"', read)
+    example: str
+    store: str
+    config: type[TierConfig] = TierConfig
+    read: Callable[[str, SplitResult], tuple[Location, str]] = read_bucket
 
 
-def _read_tier(key: str, place: str, written: object) -> TierConfig:
-    """Return one tier of the list under `key`, or a ConfigError that says where it stands."""
-    if not isinstance(written, Mapping):
-        refuse(
-            NestedKey(place, ""),
-            NOT_SHOWN,
-            "this is not a mapping",
-            f"a mapping with the keys {', '.join(TIER_KEYS)}",
-            f'write "{key}": {_EXAMPLE}',
-        )
-    for name in written:
-        if name not in TIER_KEYS:
-            refuse(
-                NestedKey(f"{place}[{shown_key(name)}]", ""),
-                NOT_SHOWN,
-                "this is not a setting of a tier",
-                f"the keys {', '.join(TIER_KEYS)}",
-                fix_of_unknown(name, TIER_KEYS),
-            )
-    if URL_KEY not in written:
-        allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
-        refuse(NestedKey(place, ""), dict(written), f'"{URL_KEY}" is missing', allowed, fix)
-    location = URL.kind.read(NestedKey(URL_KEY, place), written[URL_KEY])
-    _require_fitting(location, place, written)
-    values: dict[str, Any] = {
-        field: row.kind.read(NestedKey(row.key, place), written[row.key])
-        for field, row in TIER_SETTINGS.items()
-        if row.key in written
+_FILES, _VALKEY, _BUCKET_STORE, _MOONCAKE = (
+    "safe_offload.tiers.files.file_store:FileStore",
+    "safe_offload.tiers.valkey.valkey_store:ValkeyStore",
+    "safe_offload.tiers.objects.bucket_store:BucketStore",
+    "safe_offload.tiers.mooncake.mooncake_store:MooncakeStore",
+)
+
+KINDS: Final = {
+    FILE: Scheme("file:///mnt/nvme/kv", _FILES, FileConfig),
+    "redis": Scheme("redis://valkey.internal:6379", _VALKEY, ValkeyConfig, read_server),
+    "rediss": Scheme("rediss://valkey.internal:6379", _VALKEY, ValkeyTlsConfig, read_server),
+    "unix": Scheme("unix:///run/valkey/valkey.sock", _VALKEY, ValkeyConfig, read_socket),
+    "s3": Scheme("s3://bucket/kv", _BUCKET_STORE, BucketConfig),
+    "gs": Scheme("gs://bucket/kv", _BUCKET_STORE, BucketConfig),
+    "az": Scheme("az://container/kv", _BUCKET_STORE, BucketConfig),
+    MOONCAKE: Scheme("mooncake://master.internal:50051", _MOONCAKE, MooncakeConfig, read_master),
+}
+"""Every kind of place: another one is a line here and a class, and one more if it has settings."""
+
+
+def read_url(key: str, value: object) -> Location:
+    """Return what a url means; a ConfigError has one that can be meant."""
+    example = KINDS[FILE].example
+    if not isinstance(value, str):
+        refuse(key, value, "this is not a string", URL_FORMS, f'write "{key}": "{example}"')
+    match = _SCHEME.match(value)
+    if match is None:
+        fix = f'write "{key}": "{example}"'
+        if not problem_of_path(value) and can_be_shown(value):
+            fix = f'write "{key}": "file://{value}"'
+        shown_value = value if value.startswith("/") else NOT_SHOWN
+        refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
+    scheme = _meant_by(match[1].lower())
+    kind = KINDS.get(scheme)
+    example = kind.example if kind else example
+    found: Location | None = None
+    fix = ""
+    if scheme == FILE:
+        found, problem, fix = read_file(match[2])
+    elif kind and value.isprintable():
+        try:
+            found, problem = kind.read(scheme, urlsplit(value))
+        except ValueError:  # a port that is no number, brackets that do not close
+            problem = "the host or port is invalid"
+    elif kind:
+        problem = "it contains unprintable characters"
+    else:
+        problem = f'the scheme "{scheme}" is unknown'
+        nearest = difflib.get_close_matches(scheme, (*KINDS, *_SAME), n=1)
+        example = KINDS[_meant_by(nearest[0])].example if nearest else example
+        fix = ", or remove this tier"
+    if found is None or problem:
+        fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
+        refuse(key, value, problem, URL_FORMS, fix)
+    return found
+
+
+def _meant_by(scheme: str) -> str:
+    return _SAME.get(scheme, scheme)
+
+
+URL: Final = Setting(
+    URL_KEY, Kind(URL_FORMS, read_url), None, "Location of the tier; required.", ""
+)
+
+COMMON: Final = settings_of(TierConfig)
+"""Settings of every tier, by the names of their fields."""
+OWN: Final = {
+    config: {
+        name: row
+        for name, row in settings_of(config).items()
+        if name not in settings_of(config.__base__)
     }
-    return TierConfig(location, **(_defaults(location) | values))
+    for config in dict.fromkeys(kind.config for kind in KINDS.values())
+}
+"""By the class of a kind, the settings that it adds."""
+TIER_KEYS: Final = tuple(
+    dict.fromkeys(row.key for rows in ({"": URL}, COMMON, *OWN.values()) for row in rows.values())
+)
 
 
-def _require_fitting(location: Location, place: str, written: Mapping[str, object]) -> None:
-    """Refuse settings that mean nothing for a tier at this place."""
-    for key, instead in _ONLY.items():
-        if key in written and key not in KINDS[location.scheme].settings:
-            which = f"{location.scheme}:// has no such setting"
-            schemes = (scheme for scheme, kind in KINDS.items() if key in kind.settings)
-            allowed = "it beside " + ", ".join(f"{each}://" for each in schemes)
-            refuse(NestedKey(key, place), written[key], which, allowed, f"remove it{instead}")
-    if location.password and "password_file" in written:
-        problem, fix = "the url has a password too", "remove the password from the url"
-        refuse(NestedKey("password_file", place), NOT_SHOWN, problem, "one of the two", fix)
-    if ("cert_file" in written) != ("key_file" in written):
-        has, lacks = ("cert_file", "key_file")[:: 1 if "cert_file" in written else -1]
-        fix = f'add "{lacks}"'
-        refuse(NestedKey(has, place), written[has], f'"{lacks}" is missing', "both or none", fix)
-
-
-def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
-    """Refuse the last tier if what all must have alike is not as in the first."""
-    for field, as_type in _FIELDS_ALIKE.items():
-        if as_type(getattr(found[0], field)) == as_type(getattr(found[-1], field)):
-            continue
-        row = TIER_SETTINGS[field]
-        first, last = (value[i].get(row.key, row.default) for i in (0, len(found) - 1))
-        more = shown(last if first == row.default else first)
-        refuse(
-            NestedKey(row.key, place),
-            last,
-            f"the first tier has {shown(first)}, and all tiers get the same writes",
-            _ALIKE,
-            f'write "{row.key}": {more} into each tier, or into none',
-        )
-    has_key = [each.hmac_key_file is not None for each in (found[0], found[-1])]
-    if has_key[0] != has_key[1]:
-        refuse(
-            NestedKey("hmac_key_file", place),
-            NOT_SHOWN if has_key[1] else None,
-            f"the first tier has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
-            _ALIKE,
-            'write "hmac_key_file" into each tier, directories too (one file does for all), or '
-            "into none",
-        )
+def schemes_with(*configs: type[TierConfig]) -> str:
+    """Return how urls begin whose places have the settings of one of these classes."""
+    found = (scheme for scheme, kind in KINDS.items() if issubclass(kind.config, configs))
+    return ", ".join(f"{scheme}://" for scheme in found)
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:

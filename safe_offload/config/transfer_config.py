@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from safe_offload.config.options import VALID_KEYS, OffloadConfig
 from safe_offload.config.printing import shown
-from safe_offload.config.tiers import MIXED_KEYS
+from safe_offload.config.tier_list import MIXED_KEYS
 from safe_offload.errors import ConfigError
 
 CONNECTOR_NAME: Final = "SafeCPUOffloadConnector"

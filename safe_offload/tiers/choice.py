@@ -7,8 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
-from safe_offload.config.tier_url import KINDS
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import KINDS, TierConfig
 
 if TYPE_CHECKING:
     from safe_offload.tiers.base import Tier

@@ -1,6 +1,6 @@
 """What a kind of place does: verbs for many objects at a time.
 
-A kind is one class, and one line in `tier_url.KINDS`. It moves bytes and keeps no promise about
+A kind is one class, and one line in `config.tiers.KINDS`. It moves bytes and keeps no promise about
 them: above it one tier seals and judges (sealed_tier.py), and one withholds (guarded_tier.py). The
 commands `cache` and `doctor` use the same verbs.
 """

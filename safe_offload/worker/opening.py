@@ -237,12 +237,7 @@ class Opening:
         guarded_tiers = []
         for config in self.config.tiers:
             facts = namespace_facts.facts_of(config)
-            of_rank = replace(
-                config,
-                tenants_path=self.config.tenants or "",
-                segment_bytes=config.segment_bytes
-                and config.segment_bytes // self.config.world_size,
-            )
+            of_rank = config.of_rank(self.config.world_size, self.config.tenants or "")
             tier, namespace_of = open_one(of_rank, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
             guarded = GuardedTier(
@@ -253,7 +248,7 @@ class Opening:
                 write_bytes_per_s=rate and rate / self.config.world_size,
             )
             guarded_tiers.append(guarded)
-            limit = config.capacity_bytes
+            limit = config.limit_bytes
             logger.info(
                 "Tier %d of rank %d is %s%s: %s.",
                 len(guarded_tiers),

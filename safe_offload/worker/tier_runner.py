@@ -253,7 +253,7 @@ class TierRunner:
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
             if guarded.config.location.scheme == FILE:  # others do not say
                 gauges[series.stored_bytes] = max(0, guarded.tier.used_bytes)
-            gauges[series.capacity_bytes] = guarded.config.capacity_bytes or 0
+            gauges[series.capacity_bytes] = guarded.config.limit_bytes or 0
             gauges[series.is_out["read"]] = guarded.is_out
             gauges[series.is_out["write"]] = guarded.is_out_for_writing
         return {str(name): float(value) for name, value in gauges.items()}

@@ -17,7 +17,7 @@ from safe_offload.config.options import (
 )
 from safe_offload.config.settings import MAX_BYTES_PER_RANK, MIN_SIZE_BYTES
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import FileConfig
 from safe_offload.config.units import GIB, KIB, MIB, format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction.policies import POLICIES
@@ -281,9 +281,9 @@ def test_a_key_that_is_near_to_nothing_is_refused_without_a_guess(key):
 
 def test_simple_cpu_offload_connectors_disk_is_one_tier():
     config = read(4, kv_offload_backend="disk", disk_path="/mnt/kv/")
-    assert config.tiers == (TierConfig(Location("file", "/mnt/kv"), 4 * 100 * GIB),)
+    assert config.tiers == (FileConfig(Location("file", "/mnt/kv"), capacity_bytes=4 * 100 * GIB),)
     config = read(2, kv_offload_backend="disk", disk_path="/mnt/kv", disk_capacity_bytes="1TiB")
-    assert config.tiers[0].capacity_bytes == 2 << 40, "there each rank has a file of that size"
+    assert config.tiers[0].limit_bytes == 2 << 40, "there each rank has a file of that size"
     assert read(kv_offload_backend="cpu").tiers == ()
 
 

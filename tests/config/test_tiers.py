@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from safe_offload.config.options import OffloadConfig
-from safe_offload.config.tier_url import KINDS, Location
-from safe_offload.config.tiers import MAX_TIERS, TierConfig
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import KINDS, MAX_TIERS, FileConfig, TierConfig
 from safe_offload.errors import ConfigError
 
 URL = "file:///mnt/nvme/kv"
@@ -17,7 +18,7 @@ def read(*written: object) -> tuple[TierConfig, ...]:
     return OffloadConfig.from_extra_config({"tiers": list(written)}, world_size=1).tiers
 
 
-def tier(**written: object) -> TierConfig:
+def tier(**written: object) -> Any:
     (found,) = read({"url": URL, **written})
     return found
 
@@ -31,11 +32,12 @@ def refusal(value: object) -> str:
 
 def test_a_tier_is_a_url_and_what_else_is_written():
     assert read() == ()
-    assert tier() == TierConfig(Location("file", "/mnt/nvme/kv"))
+    assert tier() == FileConfig(Location("file", "/mnt/nvme/kv"))
     written = {"capacity": "1TiB", "namespace": "blue", "model_version": "7", "store": "evicted"}
     limits = {"max_bytes_per_s": "500MB", "wait_s": 0.5, "timeout_s": 3, "threads": 8}
-    assert tier(**written, **limits) == TierConfig(
-        Location("file", "/mnt/nvme/kv"), 1 << 40, "blue", "7", "evicted", 500_000_000, 0.5, 3.0, 8
+    common = "blue", "7", "evicted", 500_000_000, 0.5, 3.0
+    assert tier(**written, **limits) == FileConfig(
+        Location("file", "/mnt/nvme/kv"), *common, capacity_bytes=1 << 40, num_threads=8
     )
 
 

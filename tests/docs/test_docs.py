@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from safe_offload.commands import cli
-from safe_offload.config.tier_url import KINDS
+from safe_offload.config.tiers import KINDS
 from tests.docs.messages import messages
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import copy
-import dataclasses
 import http.server
 import json
 import os
@@ -31,7 +30,6 @@ from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.commands.doctor.tiers.safety import check_safety
 from safe_offload.config.options import OffloadConfig
-from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
@@ -404,15 +402,12 @@ async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(secret,
         finally:
             await opened.close()
         assert bytes_of(target) == bytes_of(source)
-        plain = dataclasses.replace(config, location=replace_scheme(config, "redis"), ca_file=None)
+        url = here["url"].replace("rediss://", "redis://")
+        plain = TierConfig.at(url, password_file=here["password_file"])
         with pytest.raises(OSError, match="write rediss://"):
             await tier_at(plain).probe([name_of(1)])
         found = await asyncio.to_thread(lambda: list(check_tier(config)))
         assert not [one for one in found if one.severity in (Severity.ERROR, Severity.WARNING)]
-
-
-def replace_scheme(config: TierConfig, scheme: str) -> Location:
-    return dataclasses.replace(config.location, scheme=scheme)
 
 
 def client(socket: Path, **login: str) -> redis.Redis:

@@ -18,7 +18,8 @@ from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.config.tenants import parse
-from safe_offload.config.tiers import TierConfig, tiers
+from safe_offload.config.tier_list import tiers
+from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import PLAIN

@@ -1,6 +1,6 @@
 """The least that a kind of place is: docs/hacking.md names it, test_toy_kind.py runs it.
 
-Objects are in the memory of this process. Its line in `tier_url.KINDS` would be
+Objects are in the memory of this process. Its line in `config.tiers.KINDS` would be
 
     "memory": Scheme("memory://NAME", "tests.tiers.toy_kind:MemoryStore"),
 """

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from safe_offload.config.tenants import TenantsFile
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import FileConfig
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError, Result, reason_of
@@ -77,7 +77,7 @@ class FileStore(Store):
         ConfigError: the system refuses a thread, or the file of tenants cannot be used.
     """
 
-    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+    def __init__(self, config: FileConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
         self._path = config.location.path
         self._log = _Log(self.label)

@@ -24,7 +24,7 @@ from multiprocessing.reduction import send_handle
 from typing import Any, Final
 
 from safe_offload.config.printing import printable
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.mapped_files import MappedFile, address_of, find_file, map_new
 from safe_offload.threads import environment
 from safe_offload.tiers.base import Buffers
@@ -59,7 +59,7 @@ class Client:
     Every call raises OSError if there is no answer.
     """
 
-    def __init__(self, config: TierConfig, segment_bytes: int = 0, num_calls: int = 1) -> None:
+    def __init__(self, config: MooncakeConfig, segment_bytes: int = 0, num_calls: int = 1) -> None:
         self._config = config
         self._segment_bytes = segment_bytes
         self._num_calls = num_calls
@@ -260,7 +260,7 @@ def _joined(places: Sequence[tuple[MappedFile, int, int]]) -> list[tuple[int, in
     return found
 
 
-def setup_arguments(config: TierConfig, segment_bytes: int) -> tuple[object, ...]:
+def setup_arguments(config: MooncakeConfig, segment_bytes: int) -> tuple[object, ...]:
     """Return what a client is set up with; raise OSError if its master is away."""
     place = config.location
     with socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S) as connection:

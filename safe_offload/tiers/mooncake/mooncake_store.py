@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import IO, Any, Final
 
 from safe_offload.config.printing import printable
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
@@ -75,7 +75,7 @@ class MooncakeStore(Store):
     use = "WRITTEN"
     piece_bytes = OBJECT_BYTES_MAX  # an object is read as a whole
 
-    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+    def __init__(self, config: MooncakeConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
         config = complete(config)
         self._pages = config.endpoint or f"http://{config.location.host}:{PAGES_PORT}"

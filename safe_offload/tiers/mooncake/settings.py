@@ -11,7 +11,7 @@ from typing import Any, Final
 from safe_offload.config.files import read_file
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import size
-from safe_offload.config.tiers import MAX_CAPACITY_BYTES, TierConfig
+from safe_offload.config.tiers import MAX_CAPACITY_BYTES, MooncakeConfig
 from safe_offload.errors import ConfigError
 
 TCP: Final = "tcp"
@@ -35,7 +35,7 @@ _DEVICES: Final = "/sys/class/infiniband"
 _FILE_BYTES_MAX: Final = 1 << 16
 
 
-def complete(config: TierConfig) -> TierConfig:
+def complete(config: MooncakeConfig) -> MooncakeConfig:
     """Return a configuration with what its `config_file` says, and with defaults.
 
     Raises:
@@ -53,7 +53,7 @@ def complete(config: TierConfig) -> TierConfig:
     return config
 
 
-def _problem_of(config: TierConfig) -> str:
+def _problem_of(config: MooncakeConfig) -> str:
     try:
         import mooncake.store  # noqa: F401
     except ModuleNotFoundError:

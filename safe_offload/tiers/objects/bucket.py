@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import BucketConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import PlaceError
 
@@ -102,7 +102,7 @@ _OF_TYPE: Final = {
 }
 
 
-def open_store(config: TierConfig, environment: Mapping[str, str] = os.environ) -> Store:
+def open_store(config: BucketConfig, environment: Mapping[str, str] = os.environ) -> Store:
     """Return the bucket of a tier, as obstore knows it; nothing is asked of it yet.
 
     Args:
@@ -149,7 +149,7 @@ def open_store(config: TierConfig, environment: Mapping[str, str] = os.environ) 
         ) from None
 
 
-def _provider_of_files(config: TierConfig, environment: Mapping[str, str]) -> Any:
+def _provider_of_files(config: BucketConfig, environment: Mapping[str, str]) -> Any:
     """Return what reads the credentials that `aws configure` has written; None if not needed."""
     if any(environment.get(variable) for variable in _GIVEN_TO_S3):
         return None

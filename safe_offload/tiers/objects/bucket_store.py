@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import BucketConfig
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.batch import Batch
@@ -60,7 +60,7 @@ class BucketStore(Store):
 
     use = "WRITTEN"
 
-    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+    def __init__(self, config: BucketConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
         self._scheme = config.location.scheme
         self._store = open_store(config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import ValkeyConfig
 
 SELECT: Final = "select"
 SETNAME: Final = "client|setname"
@@ -42,7 +42,7 @@ DELETING: Final = ("unlink",)
 KNOWN: Final = frozenset({*EVERY, *LOOKING, *DELETING, NO_TOUCH})
 
 
-def sent_by(config: TierConfig) -> tuple[str, ...]:
+def sent_by(config: ValkeyConfig) -> tuple[str, ...]:
     """Return what a tier of this configuration sends."""
     read, write = (GET, ()) if config.ttl_s is None else (GETEX, (PEXPIRE,))
     select = (SELECT,) if config.location.database else ()

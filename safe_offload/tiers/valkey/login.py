@@ -18,7 +18,7 @@ from typing import Final
 
 from safe_offload.config.files import read_file
 from safe_offload.config.printing import printable, secret_file
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import ValkeyConfig, ValkeyTlsConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.valkey.commands import SELECT, SETNAME, allowing, words_of
@@ -65,7 +65,7 @@ class Login:
         ConfigError: a file of certificates cannot be used.
     """
 
-    def __init__(self, config: TierConfig, name: str = CLIENT_NAME) -> None:
+    def __init__(self, config: ValkeyConfig, name: str = CLIENT_NAME) -> None:
         self._config = config
         self.name = name
         self._tls = tls_context(config)
@@ -144,7 +144,7 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 
-def read_password(config: TierConfig) -> str:
+def read_password(config: ValkeyConfig) -> str:
     """Return what to log in with, from the file if there is one; empty for nothing.
 
     Raises:
@@ -165,13 +165,13 @@ def read_password(config: TierConfig) -> str:
         ) from None
 
 
-def tls_context(config: TierConfig) -> ssl.SSLContext | None:
+def tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
     """Return what certificates are checked with, and names always; None without TLS.
 
     Raises:
         ConfigError: a file of certificates cannot be used.
     """
-    if config.location.scheme != "rediss":
+    if not isinstance(config, ValkeyTlsConfig):
         return None
     try:
         context = ssl.create_default_context(cafile=config.ca_file)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import ValkeyConfig
 from safe_offload.tiers.base import Buffers, Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.naming import (
@@ -76,7 +76,7 @@ class ValkeyStore(Store):
 
     piece_bytes = TEXT_BYTES_MAX
 
-    def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
+    def __init__(self, config: ValkeyConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
         self._num_connections = config.num_connections
         self._timeout_s = config.timeout_s

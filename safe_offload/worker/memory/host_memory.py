@@ -129,7 +129,7 @@ def check_host_bytes(
         available_bytes: before any of them took its pool.
     """
     headroom_bytes = max(HEADROOM_BYTES_MIN, available_bytes * HEADROOM_PERCENT // 100)
-    segments_bytes = sum(tier.segment_bytes or 0 for tier in config.tiers)
+    segments_bytes = sum(tier.host_bytes for tier in config.tiers)
     segments_bytes = segments_bytes // config.world_size * num_ranks_on_host
     usable_bytes = max(0, available_bytes - headroom_bytes - segments_bytes)
     needed_bytes = bytes_per_rank * num_ranks_on_host

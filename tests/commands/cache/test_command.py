@@ -13,7 +13,7 @@ import pytest
 
 from safe_offload.commands.cli import main
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import FileConfig
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files import file_store as store
 from safe_offload.tiers.files.capacity import LOCK_FILE, keep
@@ -35,7 +35,7 @@ def root(tmp_path):
 def fill(root: Path, names: list[Name]) -> None:
     async def spill() -> None:
         tier = tier_at(
-            TierConfig(Location("file", str(root)), capacity_bytes=1 << 30), OBJECT_BYTES, FACTS
+            FileConfig(Location("file", str(root)), capacity_bytes=1 << 30), OBJECT_BYTES, FACTS
         )
         results = await tier.spill(names, [filled((OBJECT_BYTES,))] * len(names))
         assert set(results) <= {Result.DONE, Result.PRESENT}
@@ -135,7 +135,9 @@ def test_engines_know_of_the_room_that_was_made(call, root):
     async def fill_up() -> None:
         limit = 20 * STORED_BYTES
         tier = tier_at(
-            TierConfig(Location("file", str(root)), limit, num_threads=1), OBJECT_BYTES, FACTS
+            FileConfig(Location("file", str(root)), capacity_bytes=limit, num_threads=1),
+            OBJECT_BYTES,
+            FACTS,
         )
         names = [name_of(n, space=FIRST) for n in range(10, 17)]
         slots = [filled((OBJECT_BYTES,))] * 7

@@ -21,7 +21,7 @@ from typing import Final
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.tiers.rates import OBJECT_BYTES, TierTrial, rates_of
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import FileConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.files.capacity import USAGE_FILE, Usage
@@ -58,7 +58,7 @@ class DirectoryTrial(TierTrial):
     lock_problem: str = ""
 
 
-async def try_directory(config: TierConfig) -> DirectoryTrial:
+async def try_directory(config: FileConfig) -> DirectoryTrial:
     """Try the directory of a tier."""
     path = Path(config.location.path)
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -73,7 +73,7 @@ async def try_directory(config: TierConfig) -> DirectoryTrial:
             finally:
                 os.close(folder_fd)
             found = os.statvfs(name)
-            tier_config = TierConfig(
+            tier_config = FileConfig(
                 Location("file", f"{name}/tier"), num_threads=config.num_threads
             )
             tier, _ = open_tier(tier_config, OBJECT_BYTES, {})
@@ -139,7 +139,7 @@ def _lock_problem(path: str) -> str:
         return "flock grants one lock twice"
 
 
-def check_directory(config: TierConfig, trial: DirectoryTrial) -> Iterator[Finding]:
+def check_directory(config: FileConfig, trial: DirectoryTrial) -> Iterator[Finding]:
     """Judge what was found."""
     id = "tiers.directory"
     if trial.problem:
@@ -199,7 +199,7 @@ def _file_system(trial: DirectoryTrial) -> Finding:
     return ok(id, is_on)
 
 
-def _room(config: TierConfig, trial: DirectoryTrial) -> Finding:
+def _room(config: FileConfig, trial: DirectoryTrial) -> Finding:
     id, room_bytes = "tiers.room", trial.free_bytes + trial.held_bytes
     free = format_bytes(trial.free_bytes)
     if config.capacity_bytes is None:

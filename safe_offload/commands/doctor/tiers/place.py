@@ -19,7 +19,7 @@ from safe_offload.commands.doctor.tiers.rates import (
     unusable,
 )
 from safe_offload.config.tier_url import BUCKETS
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import MooncakeConfig, TierConfig
 from safe_offload.config.units import MIB
 from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.choice import open_store
@@ -45,9 +45,9 @@ async def try_place(config: TierConfig) -> PlaceTrial:
     """Try the place of a tier."""
     label = config.location.label
     config = dataclasses.replace(config, timeout_s=ANSWER_S)
-    gives = bool(config.segment_bytes or config.config_file)
-    if gives:
-        config = dataclasses.replace(config, segment_bytes=SEGMENT_BYTES)
+    gives = False
+    if isinstance(config, MooncakeConfig) and (config.segment_bytes or config.config_file):
+        gives, config = True, dataclasses.replace(config, segment_bytes=SEGMENT_BYTES)
     store = open_store(config, OBJECT_BYTES if gives else 0)
     try:
         denied = await _denied(store)

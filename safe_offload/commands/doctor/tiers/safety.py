@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from safe_offload.commands.doctor.findings import Finding, warning
 from safe_offload.config.tier_url import FILE, MOONCAKE
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import BucketConfig, MooncakeConfig, TierConfig, ValkeyConfig
 from safe_offload.tiers.valkey.login import LoginError, read_password
 
 _EXAMPLES: Final = frozenset(
@@ -26,7 +26,9 @@ def check_safety(config: TierConfig) -> Iterator[Finding]:
         return
     label = place.label
     yield from _password(config)
-    endpoint = urlsplit(config.endpoint or "")
+    endpoint = urlsplit("")
+    if isinstance(config, BucketConfig | MooncakeConfig):
+        endpoint = urlsplit(config.endpoint or "")
     is_here = bool(place.path) or _is_here(place.host)
     if place.scheme in ("redis", "rediss", "unix"):
         is_plain = place.scheme == "redis" and not is_here
@@ -75,7 +77,7 @@ def _password(config: TierConfig) -> Iterator[Finding]:
         )
     password = ""
     with contextlib.suppress(LoginError):  # logging in says so
-        password = read_password(config)
+        password = read_password(config) if isinstance(config, ValkeyConfig) else ""
     if "".join(filter(str.isalpha, password)).lower() in _EXAMPLES:
         yield warning(
             "tiers.example",

@@ -22,7 +22,7 @@ from safe_offload.commands.doctor.tiers.rates import (
     unusable,
 )
 from safe_offload.config.printing import printable
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import ValkeyConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.naming import ALL_KEYS, key_of, namespace
 from safe_offload.tiers.valkey.commands import (
@@ -92,7 +92,7 @@ class ServerTrial(TierTrial):
         return is_told and {*WRITING} <= set(self.denied) <= {*WRITING, *WITH_TTL}
 
 
-async def try_server(config: TierConfig) -> ServerTrial:
+async def try_server(config: ValkeyConfig) -> ServerTrial:
     """Try the server of a tier."""
     store = ValkeyStore(dataclasses.replace(config, timeout_s=ANSWER_S))
     try:
@@ -213,7 +213,7 @@ def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
     return not NOT_NEEDED.issuperset(refused) or (is_cluster and SLOTS in refused)
 
 
-def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
+def check_server(config: ValkeyConfig, trial: ServerTrial) -> Iterator[Finding]:
     """Judge what was found."""
     label = trial.label
     if trial.problem:
@@ -306,7 +306,7 @@ def _overfull(id: str, trial: ServerTrial, node: Overfull) -> Finding:
     )
 
 
-def _eviction(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
+def _eviction(config: ValkeyConfig, trial: ServerTrial) -> Iterator[Finding]:
     id = "tiers.eviction"
     fix = f"set maxmemory-policy {_LRU}"
     expected = "least recently used eviction"

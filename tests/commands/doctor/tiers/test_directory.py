@@ -19,7 +19,7 @@ from safe_offload.commands.doctor.tiers.directory import (
     try_directory,
 )
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig
+from safe_offload.config.tiers import FileConfig, TierConfig
 from safe_offload.config.units import GIB
 from safe_offload.tiers.naming import NAMESPACE_BYTES, namespace_folder
 from tests.commands.doctor.test_doctor import MACHINE, SOUND, TRIAL, Answer, ours, wrong
@@ -32,7 +32,7 @@ SOUND_TIER = DirectoryTrial(
     write_bytes_per_s=2e9,
     read_bytes_per_s=4e9,
 )
-CONFIG = TierConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
+CONFIG = FileConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
 
 
 def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
@@ -45,7 +45,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path, exists):
     path = tmp_path / "kv"
     if exists:
         path.mkdir()
-    trial = asyncio.run(try_directory(TierConfig(Location("file", str(path)))))
+    trial = asyncio.run(try_directory(FileConfig(Location("file", str(path)))))
     assert not trial.problem
     assert (trial.exists, trial.uid, trial.lock_problem) == (exists, os.geteuid(), "")
     assert trial.file_system
@@ -56,7 +56,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path, exists):
 
 def test_a_file_in_the_place_of_a_directory(tmp_path):
     (tmp_path / "file").touch()
-    trial = asyncio.run(try_directory(TierConfig(Location("file", str(tmp_path / "file" / "kv")))))
+    trial = asyncio.run(try_directory(FileConfig(Location("file", str(tmp_path / "file" / "kv")))))
     assert "Not a directory" in trial.problem
     (problem,) = check_directory(CONFIG, trial)
     assert (problem.id, problem.severity) == ("tiers.directory", Severity.ERROR)
@@ -69,7 +69,7 @@ def test_what_another_user_stored(tmp_path):
     namespace.mkdir()
     (tmp_path / namespace_folder(bytes(range(NAMESPACE_BYTES)))).mkdir()  # our own
     os.chown(namespace, 4711, -1)
-    trial = asyncio.run(try_directory(TierConfig(Location("file", str(tmp_path)))))
+    trial = asyncio.run(try_directory(FileConfig(Location("file", str(tmp_path)))))
     assert trial.others == (4711,)
     found = check(others=trial.others)
     assert "contains files of user 4711" in wrong(list(found.values()))["tiers.directory"].found
@@ -118,7 +118,7 @@ def test_a_lock_that_does_not_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(tier_directory.fcntl, "flock", lambda *_: None)
     assert (
         "one lock twice"
-        in asyncio.run(try_directory(TierConfig(Location("file", str(tmp_path))))).lock_problem
+        in asyncio.run(try_directory(FileConfig(Location("file", str(tmp_path))))).lock_problem
     )
 
 
