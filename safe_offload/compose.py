@@ -1,4 +1,4 @@
-"""Composes the scheduler side: which parts a configuration has, and what each of them needs."""
+"""Composes the scheduler side: which features a configuration has, and what each of them needs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from safe_offload.scheduler.cache.events import make_events
 from safe_offload.scheduler.cache.slots import EngineSlots, SlotPool
 from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.eviction.policies import POLICIES
-from safe_offload.scheduler.hints import Hints
+from safe_offload.scheduler.features.estimates import Estimates
+from safe_offload.scheduler.features.events import Events
+from safe_offload.scheduler.features.eviction_order import EvictionOrder
+from safe_offload.scheduler.features.node import NodePool
+from safe_offload.scheduler.features.pins.hints import Hints
+from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.tenants import TenantShares
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.node.slots import NodeSlots
-from safe_offload.scheduler.parts.estimates import Estimates
-from safe_offload.scheduler.parts.events import Events
-from safe_offload.scheduler.parts.eviction_order import EvictionOrder
-from safe_offload.scheduler.parts.node import NodePool
-from safe_offload.scheduler.parts.tenants import TenantShares
-from safe_offload.scheduler.parts.wishes import Wishes
 from safe_offload.scheduler.planner import Planner, PlannerOptions
 from safe_offload.scheduler.stores.salts import BlockSalts
 from safe_offload.scheduler.tiers.context import TierContext
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from safe_offload.config.options import OffloadConfig
     from safe_offload.observe.counters import Counters
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.part import Part
+    from safe_offload.scheduler.feature import Feature
 
 
 class Composition:
@@ -106,9 +106,9 @@ class Composition:
 
     def make_planner(self, gpu: GpuBlocks) -> Planner:
         """Return the scheduler side over vLLM's blocks."""
-        return Planner(self._hits, gpu, self._options, self._counters, self.parts)
+        return Planner(self._hits, gpu, self._options, self._counters, self.features)
 
-    def parts(self, planner: Planner) -> Iterator[Part]:
+    def features(self, planner: Planner) -> Iterator[Feature]:
         """Yield what the configuration asks for; those that are asked first come first."""
         config, slots = self._config, self._slots
         if self.events is not None:
@@ -133,7 +133,7 @@ class Composition:
         if config.eviction_policy == ADAPTIVE:
             yield EvictionOrder(planner)
         if self._has_wishes and self._tiered_hits is not None:
-            yield Wishes(planner, self._tiered_hits, config.pin_share)
+            yield PinnedPrompts(planner, self._tiered_hits, config.pin_share)
 
     def _tier_context(self, planner: Planner) -> TierContext:
         return TierContext(

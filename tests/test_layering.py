@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "sides",
     ),
     "scheduler/node": ("node", "observe", "scheduler/cache"),
-    "scheduler/parts": (
+    "scheduler/features": (
         "compat",
         "config",
         "node",
@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/stores",
         "scheduler/tiers",
     ),
+    "scheduler/features/pins": ("observe", "scheduler", "scheduler/cache", "scheduler/tiers"),
     "node": ("mapped_files",),
     "scheduler/cache": ("compat", "config", "observe", "scheduler/eviction"),
     "scheduler/eviction": (),
@@ -106,7 +107,7 @@ PROBES_VLLM = {
     "tiers/namespace/namespace_facts.py": {
         *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
     },
-    "scheduler/hints.py": {"kv_hints"},
+    "scheduler/features/pins/hints.py": {"kv_hints"},
     "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
     "scheduler/stores/snapshots.py": {"num_publishable_block_hashes"},
 }
@@ -323,9 +324,17 @@ def test_no_folder_has_more_than_twelve_modules():
     assert {folder: n for folder, n in folders.items() if n > MODULES_MAX} == {}
 
 
-def test_parts_of_the_planner_know_no_other_part_and_only_one_file_names_them():
-    parts = [name for name in FILES if name.startswith("scheduler/parts/")]
-    named_by = {name: {part for part in parts if part in _ours(name)} for name in FILES}
+def _feature_of(name: str) -> str:
+    """The feature that a file belongs to: a file or a folder in features/; else nothing."""
+    feature = name.removeprefix("scheduler/features/")
+    return "" if feature == name else feature.partition("/")[0]
+
+
+def test_features_know_no_other_feature_and_only_one_file_names_them():
+    named_by = {
+        name: {_feature_of(other) for other in _ours(name)} - {"", _feature_of(name)}
+        for name in FILES
+    }
     assert {name for name, named in named_by.items() if named} == {"compose.py"}
 
 

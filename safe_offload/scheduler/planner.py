@@ -22,11 +22,11 @@ from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, StepReport
 from safe_offload.scheduler.cache.hit_curve import NO_RATES
 from safe_offload.scheduler.cache.leases import LeaseBook
+from safe_offload.scheduler.feature import NO_MESSAGES, Answer, Feature, methods, together
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.outdated import Outdated
-from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, methods, together
 from safe_offload.scheduler.pending import Ledger, Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -60,7 +60,7 @@ NO_PARTS = {
     **dict.fromkeys(("pins", "pinned_slots", "pool_engines", "own_slots"), 0),
     **dict.fromkeys(("fetches_in_flight", "spills_in_flight"), 0),
 }
-"""Gauges of parts that not all configurations have."""
+"""Gauges of features that not all configurations have."""
 
 
 TRIES_MAX = 8
@@ -143,7 +143,7 @@ class Planner(SchedulerSide):
     Bound: the steps in flight, and one.
 
     Args:
-        make_parts: makes what only this configuration has (see `part.Part`), once all else is made.
+        make_features: makes the features of this configuration, once all else is made.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Planner(SchedulerSide):
         gpu: GpuBlocks,
         options: PlannerOptions,
         counters: Counters,
-        make_parts: Callable[[Planner], Iterable[Part]] = lambda planner: (),
+        make_features: Callable[[Planner], Iterable[Feature]] = lambda planner: (),
     ) -> None:
         self.transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
@@ -196,26 +196,26 @@ class Planner(SchedulerSide):
         self._num_idle_steps = 0
         self._in_flight: deque[SchedulerOutput] = deque(maxlen=options.num_steps_in_flight + 1)
         self.has_changed = True
-        self.parts = tuple(make_parts(self))
-        # None, or empty, where no part has them, so that what is not used costs next to nothing.
-        self._seen, self._ended = self._of_parts("seen"), self._of_parts("ended")
-        self._asked, self._matched = self._of_parts("asked"), self._of_parts("matched")
-        self._scheduled, self._preempted = self._of_parts("scheduled"), self._of_parts("preempted")
-        self._finishing, self._planning = self._of_parts("finishing"), self._of_parts("planning")
-        self._sent, self._updated = self._of_parts("sent"), self._of_parts("updated")
-        self._reported, self._settled = self._of_parts("reported"), self._of_parts("settled")
-        self._stored, self._count_into = self._of_parts("stored"), self._of_parts("count_into")
+        self.features = tuple(make_features(self))
+        # None, or empty, where no feature has them, so that what is not used costs next to nothing.
+        self._seen, self._ended = self._one("seen"), self._one("ended")
+        self._asked, self._matched = self._one("asked"), self._one("matched")
+        self._scheduled, self._preempted = self._one("scheduled"), self._one("preempted")
+        self._finishing, self._planning = self._one("finishing"), self._one("planning")
+        self._sent, self._updated = self._one("sent"), self._one("updated")
+        self._reported, self._settled = self._one("reported"), self._one("settled")
+        self._stored, self._count_into = self._one("stored"), self._one("count_into")
         self._messages = next(iter(self._all("messages")), None)
         self._answer, self._is_lost = self._all("answer"), self._all("is_lost")
         self._planned = self._all("planned")
         self._gauges, self._note_others = self._all("gauges"), self._all("note")
         self._has_work = self._all("has_work")
 
-    def _of_parts(self, name: str) -> Callable[..., None] | None:
-        return together(self.parts, name)
+    def _one(self, name: str) -> Callable[..., None] | None:
+        return together(self.features, name)
 
     def _all(self, name: str) -> tuple[Callable[..., Any], ...]:
-        return methods(self.parts, name)
+        return methods(self.features, name)
 
     def __repr__(self) -> str:
         return f"Planner({self.book!r}, {self.loads!r}, {self.stores!r})"
@@ -614,9 +614,9 @@ class Planner(SchedulerSide):
         self.loads.give_up(self.book)
         self.stores.give_up()
         needed = {*self.loads.leases, *self.stores.leases}
-        for part in self.parts:
-            part.given_up()
-            needed.update(part.leases())
+        for feature in self.features:
+            feature.given_up()
+            needed.update(feature.leases())
         self.leases.keep_only(needed)
 
     def reset_cache(self, cause: str | None = None) -> None:
@@ -674,7 +674,7 @@ class Planner(SchedulerSide):
         return bool(self._start_steps_left) and not self._is_disabled
 
     def note_change(self) -> None:
-        """A gauge or a label of a part may have changed."""
+        """A gauge or a label of a feature may have changed."""
         self.has_changed = True
 
     def changes_taken(self) -> None:
@@ -698,7 +698,11 @@ class Planner(SchedulerSide):
             holders=self.loads.num_holders,
             is_disabled=self._is_disabled,
             contained_errors=self.counters[Count.CONTAINED_ERRORS],
-            **{name: number for part in self.parts for name, number in part.statistics().items()},
+            **{
+                name: number
+                for feature in self.features
+                for name, number in feature.statistics().items()
+            },
         )
 
     def gauges(self) -> dict[str, float]:
@@ -717,8 +721,8 @@ class Planner(SchedulerSide):
             **self.costs.gauges(),
             **NO_PARTS,
         }
-        for part_gauges in self._gauges:
-            gauges |= part_gauges()
+        for feature_gauges in self._gauges:
+            gauges |= feature_gauges()
         return gauges
 
     @property
@@ -729,10 +733,10 @@ class Planner(SchedulerSide):
     def check_invariants(self) -> None:
         self.leases.check_invariants()
         self.stores.check_invariants()
-        for part in self.parts:
-            part.check_invariants()
+        for feature in self.features:
+            feature.check_invariants()
 
     def shutdown(self) -> None:
         """See `SchedulerSide`."""
-        for part in self.parts:
-            part.shutdown()
+        for feature in self.features:
+            feature.shutdown()

@@ -32,10 +32,10 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler.cache.leases import LeaseKind
-from safe_offload.scheduler.parts.wishes import Wishes
+from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.node.engines import hash_of, pools_in, wanted
-from tests.scheduler.parts import part_of
+from tests.scheduler.features import feature_of
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.peers import PeerEngine, peer_shape
 from tests.simulator.vllm_setup import OURS
@@ -463,7 +463,7 @@ def pinned(count: int, closing: Closing, **extra: Any) -> tuple[PeerEngine, mock
     prompts = [[*prompt_behind(count, number), 3, 4, 5] for number in range(count)]
     send(engine, "pin", prompts, kv_transfer_params={"pin_s": 600})
     engine.drain(100_000)
-    pins = part_of(engine.connector.side, Wishes).pins
+    pins = feature_of(engine.connector.side, PinnedPrompts).pins
     assert len(pins) == count
     assert count < pins.num_slots <= 3 * count
     return engine, clock
@@ -556,7 +556,7 @@ def _spills(count: int, closing: Closing) -> PeerEngine:
     engine = with_tier(2 * count + 100, closing, num_slots=count + 100)
     engine.send("r", own_prompt(0, count), 200)
     side = engine.connector.side
-    queue, held = part_of(side, Tiers).spills._queue, side.hits.directory
+    queue, held = feature_of(side, Tiers).spills._queue, side.hits.directory
     while held.num_held < count:
         engine.step()
     engine.step()
@@ -618,7 +618,7 @@ def _burst_from_tier(count: int, closing: Closing) -> PeerEngine:
 @scene("the step after that: all wait for what a tier brings", first=100)
 def _waiting_for_tier(count: int, closing: Closing) -> PeerEngine:
     engine = _burst_from_tier(count, closing)
-    while part_of(engine.connector.side, Tiers).lookups.wanting:
+    while feature_of(engine.connector.side, Tiers).lookups.wanting:
         engine.step()
     return engine
 

@@ -24,8 +24,8 @@ from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.leases import LeaseBook, LeaseKind
 from safe_offload.scheduler.eviction.policy import Lru
+from safe_offload.scheduler.features.node import STALLED_AFTER_S
 from safe_offload.scheduler.node.slots import NodeSlots
-from safe_offload.scheduler.parts.node import STALLED_AFTER_S
 
 SLOT_WORDS = 32
 PROMPTS, PROMPT_BLOCKS = 24, 12

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.rig import Rig
-from tests.scheduler.test_wishes import PIN, ask, flood, gauge
+from tests.scheduler.test_pins import PIN, ask, flood, gauge
 from tests.simulator.node import Node
 
 NUM_TOKENS = 33

@@ -16,14 +16,14 @@ import pytest
 
 from safe_offload.scheduler import requests
 from safe_offload.scheduler.cache.leases import LeaseKind
+from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.node.slots import NodeSlots
-from safe_offload.scheduler.parts.wishes import Wishes
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
 from safe_offload.scheduler.tiers import promotions, spills
 from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
 from tests.benchmarks.growth_scenes import SCENES, WAITING, make_engine, pinned
-from tests.scheduler.parts import part_of
+from tests.scheduler.features import feature_of
 
 SCENE_OF = {scene.name: scene for scene in SCENES}
 
@@ -91,14 +91,16 @@ def test_pins_of_one_prefix_hold_a_lease_of_it_together():
         engine, _ = pinned(40, closing)
     side = engine.connector.side
     leases = [lease for lease in side.leases if lease.kind is LeaseKind.PIN]
-    assert sum(len(lease.slots) for lease in leases) == part_of(side, Wishes).pins.num_slots
+    assert (
+        sum(len(lease.slots) for lease in leases) == feature_of(side, PinnedPrompts).pins.num_slots
+    )
 
 
 def test_pins_that_share_a_prefix_come_and_go_in_any_order():
     """What is leased is what the pins that are left need; compared with a list of each."""
     engine = make_engine(2000, extra={"pin_share": 0.9})
     chance, side = random.Random(0), engine.connector.side
-    pins = part_of(side, Wishes).pins
+    pins = feature_of(side, PinnedPrompts).pins
     paths = [tuple(range(100 * tree, 100 * tree + 30)) for tree in range(3)]
     for number in range(60):
         path = chance.choice(paths)

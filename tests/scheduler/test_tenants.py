@@ -8,9 +8,9 @@ import pytest
 
 from safe_offload.errors import ConfigError
 from safe_offload.observe.counters import Count, of_tenant
-from safe_offload.scheduler.parts.tenants import TenantShares
-from safe_offload.scheduler.parts.wishes import Wishes
-from tests.scheduler.parts import part_of
+from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.tenants import TenantShares
+from tests.scheduler.features import feature_of
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
@@ -77,11 +77,11 @@ def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_count
     logging.getLogger("vllm").addHandler(caplog.handler)
     ask(rig, "one", "chat")
     for text in (text_of(chat="90%", batch="20%"), SALT.encode(), None):
-        part_of(rig.planner, TenantShares).file.look(text)
+        feature_of(rig.planner, TenantShares).file.look(text)
         ask(rig, f"beside {text!r}", "batch")
     assert slots_of(rig) == {"rest": 0, "chat": 5, "batch": 5}
     assert rig.counts["bad_tenant_files"] == 3
-    part_of(rig.planner, TenantShares).file.look(text_of(chat="10%", late="50%"))
+    feature_of(rig.planner, TenantShares).file.look(text_of(chat="10%", late="50%"))
     ask(rig, "late", "late")
     assert slots_of(rig) == {"rest": 5, "chat": 5, "late": 5}
     gauges, slot_bytes = rig.planner.gauges(), rig.planner.options.slot_bytes
@@ -137,7 +137,7 @@ def test_whom_no_slot_can_become_free_for_is_not_kept_waiting_for_tiers(tmp_path
     rig.drain()
     assert rig.clock.now_s - began_s < WAIT_S / 2, times
     assert rig.counts["fetch_blocks_no_slot"] == 8
-    part_of(rig.planner, TenantShares).file.look(b"{}")
+    feature_of(rig.planner, TenantShares).file.look(b"{}")
     rig.forget_gpu_cache()
     rig.add("b", rig.prompt(33, 1), **asks)
     rig.drain()
@@ -155,22 +155,22 @@ def test_pins_keep_no_tenant_from_what_it_is_guaranteed(make_rig, tmp_path):
     for index in range(9):
         rig.kv_transfer_params = {"pin_s": 600}
         ask(rig, f"pin {index}", "nobody", seed=10 + index)
-    assert part_of(rig.planner, Wishes).pins.num_slots == 24
+    assert feature_of(rig.planner, PinnedPrompts).pins.num_slots == 24
     assert rig.counts[Count.UNPINNED_TOKENS] == (9 * 5 - 24) * BLOCK_TOKENS
     rig.kv_transfer_params = None
     for index in range(9):
         ask(rig, f"of batch {index}", "batch", seed=30 + index)
     assert slots_of(rig)["batch"] == 16
-    part_of(rig.planner, TenantShares).file.look(text_of(batch="70%"))  # 28
+    feature_of(rig.planner, TenantShares).file.look(text_of(batch="70%"))  # 28
     for index in range(9):
         ask(rig, f"again of batch {index}", "batch", seed=50 + index)
-    assert part_of(rig.planner, Wishes).pins.num_slots <= 12
+    assert feature_of(rig.planner, PinnedPrompts).pins.num_slots <= 12
     assert slots_of(rig)["batch"] >= 28
     for index in range(9):
         rig.kv_transfer_params = {"pin_s": 600}
         ask(rig, f"pin of batch {index}", "batch", seed=70 + index)
-    assert part_of(rig.planner, Wishes).pins.num_slots <= 36
+    assert feature_of(rig.planner, PinnedPrompts).pins.num_slots <= 36
     rig.planner.reset_cache()
     rig.kv_transfer_params = {"pin_s": 600}
     ask(rig, "after a reset", "nobody", seed=90)
-    assert part_of(rig.planner, Wishes).pins.num_slots == 5
+    assert feature_of(rig.planner, PinnedPrompts).pins.num_slots == 5

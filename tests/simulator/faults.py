@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.protocol import StepReport
-from safe_offload.scheduler.parts.tenants import TenantShares
-from tests.scheduler.parts import part_of
+from safe_offload.scheduler.features.tenants import TenantShares
+from tests.scheduler.features import feature_of
 from tests.simulator.device import CopyFault
 from tests.simulator.events import Fault, FaultKind
 from tests.simulator.step_loads import StepLoads
@@ -83,7 +83,7 @@ class Faults:
             elif fault.kind is FaultKind.FLIP:
                 self._flip(fault)
             elif fault.kind is FaultKind.TENANTS:
-                part_of(self._core.connector.side, TenantShares).file.look(
+                feature_of(self._core.connector.side, TenantShares).file.look(
                     TEXTS[fault.amount % len(TEXTS)]
                 )
                 self._injected[fault.kind.value] += 1

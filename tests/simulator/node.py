@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safe_offload.node import pools, table
 from safe_offload.node.pools import RankFile, Wanted, open_rank
 from safe_offload.protocol import PoolFacts
-from safe_offload.scheduler.parts import node as node_part
+from safe_offload.scheduler.features import node as node_part
 
 if TYPE_CHECKING:
     from tests.simulator.checkers.ledger import Ledger

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from safe_offload.compat.media_ids import tells_content
-from safe_offload.scheduler.part import Part
+from safe_offload.scheduler.feature import Feature
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,7 +24,7 @@ SWEEP_MIN = 1 << 16
 """Hashes that are kept before it is looked which are of any use."""
 
 
-class PrivateBlocks(Part):
+class PrivateBlocks(Feature):
     """The hashes of such blocks, for as long as the GPU or the host may have them.
 
     Its state, which nothing else changes: those below, and at how many hashes it is time to sweep.
@@ -93,7 +93,7 @@ class PrivateBlocks(Part):
             self._sweep()
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`; others may still find what the request has computed."""
+        """See `Feature`; others may still find what the request has computed."""
         request = state.request
         if request in self.noted:
             self._note(request)

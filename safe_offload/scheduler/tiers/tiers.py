@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FETCH_S, PROBE_S, Count
+from safe_offload.scheduler.feature import NO_MESSAGES, Answer, Feature, TierMessages
 from safe_offload.scheduler.loads.cost import TierCosts
-from safe_offload.scheduler.part import NO_MESSAGES, Answer, Part, TierMessages
 from safe_offload.scheduler.pending import Fetch, FetchBatch, Load, Spill, Store
 from safe_offload.scheduler.tiers.fetches import Fetches
 from safe_offload.scheduler.tiers.generation import Generation
@@ -43,7 +43,7 @@ AT_ONCE = -math.inf
 """When to plan again after something has happened."""
 
 
-class Tiers(Part):
+class Tiers(Feature):
     """What plans tell the workers of tiers and what these report; the rest is parts of it.
 
     Its own state, which nothing else changes: what has ended since the last plan, when there was
@@ -85,7 +85,7 @@ class Tiers(Part):
         return f"Tiers({self.lookups!r}, {self.fetches!r}, {self.spills!r})"
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        """See `Part`; look it up while it waits for its turn."""
+        """See `Feature`; look it up while it waits for its turn."""
         if may_read and not state.limits.is_brought:
             self.lookups.see(state)
         self._due_s = AT_ONCE
@@ -173,7 +173,7 @@ class Tiers(Part):
         return True
 
     def settled(self, report: StepReport) -> None:
-        """See `Part`; settle what every rank has reported by now."""
+        """See `Feature`; settle what every rank has reported by now."""
         if self._complete:
             complete, self._complete = self._complete, []
             self._has_news, self._due_s = True, AT_ONCE
@@ -203,13 +203,13 @@ class Tiers(Part):
     # ---- what went wrong -----------------------------------------------------------------------
 
     def stopped(self) -> None:
-        """See `Part`; look up and spill nothing of what was wanted until now."""
+        """See `Feature`; look up and spill nothing of what was wanted until now."""
         self.lookups.stop()
         self._probes.forget()
         self.spills.forget()
 
     def doubted(self, doubts: Sequence[str]) -> None:
-        """See `Part`; use only what this engine has written itself.
+        """See `Feature`; use only what this engine has written itself.
 
         Without a generation a rank that doubts finds and writes nothing.
         """
@@ -218,7 +218,7 @@ class Tiers(Part):
             self.generation.stand_alone(doubts)
 
     def reset(self, cause: str | None) -> None:
-        """See `Part`; what tiers have may be of other weights from now on.
+        """See `Feature`; what tiers have may be of other weights from now on.
 
         What the operator says with `model_version`, if anything, is true of weights that the
         operator has changed, not only of those that were loaded when the engine started.
@@ -239,7 +239,7 @@ class Tiers(Part):
     # ---- the rest ------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """See `Part`; for what is in flight.
+        """See `Feature`; for what is in flight.
 
         Not for what is stuck: when it ends, the next step notices. And not for look-ups: their
         requests keep vLLM stepping.

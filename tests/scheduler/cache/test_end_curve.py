@@ -12,8 +12,8 @@ import pytest
 from safe_offload.scheduler.cache import end_curve
 from safe_offload.scheduler.cache.end_curve import EndCurve
 from safe_offload.scheduler.cache.hit_curve import FACTORS
-from safe_offload.scheduler.parts.estimates import Estimates
-from tests.scheduler.parts import part_of
+from safe_offload.scheduler.features.estimates import Estimates
+from tests.scheduler.features import feature_of
 from tests.scheduler.timed_engine import SLOT_BYTES, TOKEN, Ask, TimedEngine, replay
 from tests.simulator.vllm_setup import OURS, EngineShape
 
@@ -125,6 +125,6 @@ def test_a_planner_forgets_which_requests_it_has_seen(make_rig):
     )
     rig.run_alone("a", rig.prompt(20, 0), max_tokens=1)
     rig.run_alone("b", rig.prompt(20, 0), max_tokens=1)
-    assert isinstance(part_of(rig.planner, Estimates).curve, EndCurve)
+    assert isinstance(feature_of(rig.planner, Estimates).curve, EndCurve)
     assert rig.planner.gauges()["estimated_hits_present"] == pytest.approx(0.4)
-    assert not part_of(rig.planner, Estimates).seen_states
+    assert not feature_of(rig.planner, Estimates).seen_states

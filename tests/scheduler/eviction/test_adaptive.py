@@ -14,9 +14,9 @@ from safe_offload.scheduler.eviction import reuse
 from safe_offload.scheduler.eviction.adaptive import Adaptive, Order
 from safe_offload.scheduler.eviction.contest import HOLD_S, Contest
 from safe_offload.scheduler.eviction.policy import Lru
-from safe_offload.scheduler.parts import eviction_order
-from safe_offload.scheduler.parts.eviction_order import EvictionOrder
-from tests.scheduler.parts import part_of
+from safe_offload.scheduler.features import eviction_order
+from safe_offload.scheduler.features.eviction_order import EvictionOrder
+from tests.scheduler.features import feature_of
 from tests.scheduler.rig import Rig
 
 NUM_SLOTS = 60
@@ -225,7 +225,7 @@ def test_the_default_changes_its_order_and_says_so(make_rig, package_log, monkey
     assert rig.planner.host_labels["eviction_order"] == "lru"
     package_log.clear()
     serve_flood(rig)
-    order = part_of(rig.planner, EvictionOrder).contest.order
+    order = feature_of(rig.planner, EvictionOrder).contest.order
     assert order is not Order.LRU
     assert rig.planner.host_labels["eviction_order"] == order
     messages = [message for r in package_log if "evicts in" in (message := r.getMessage())]

@@ -16,7 +16,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.scheduler.requests import RequestState
 from safe_offload.scheduler.tiers.private import PrivateBlocks
 from safe_offload.scheduler.tiers.tiers import Tiers
-from tests.scheduler.parts import part_of
+from tests.scheduler.features import feature_of
 from tests.scheduler.tiers.test_tiers import BLOCK_TOKENS, WIDE, make_tiers
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.words import Sequel
@@ -163,7 +163,7 @@ def test_nothing_of_it_is_spilled_late(make_tiers, shape, groups):
     with mock.patch.object(TierRig, "forget_gpu_cache"):
         for number in range(3):
             serve(rig, f"private {number}", {"lora_request": LoRARequest(f"{number}", 1, "/a")})
-    private = set(part_of(rig.planner, Tiers).private.hashes)
+    private = set(feature_of(rig.planner, Tiers).private.hashes)
     for number in range(6):
         rig.run_alone(f"filler {number}", rig.prompt(NUM_TOKENS, 50 + number))
     stored = {place[3] for place in rig.tier.objects}
@@ -179,7 +179,7 @@ def test_hashes_that_nobody_has_any_more_are_forgotten(make_tiers, monkeypatch, 
     """And none that the GPU or the host still has: none of it is ever spilled."""
     monkeypatch.setattr("safe_offload.scheduler.tiers.private.SWEEP_MIN", 16)
     rig = make_tiers(num_blocks=40, num_slots=45, **shape)
-    private: PrivateBlocks = part_of(rig.planner, Tiers).private
+    private: PrivateBlocks = feature_of(rig.planner, Tiers).private
     sizes = []
     with mock.patch.object(TierRig, "forget_gpu_cache"):
         for number in range(40):

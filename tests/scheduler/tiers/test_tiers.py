@@ -22,7 +22,7 @@ from safe_offload.scheduler.loads.cost import KEPT_SAMPLES
 from safe_offload.scheduler.tiers.lookups import LookUp
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
-from tests.scheduler.parts import part_of
+from tests.scheduler.features import feature_of
 from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
@@ -302,11 +302,11 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
-    generation = part_of(rig.planner, Tiers).generation.name
+    generation = feature_of(rig.planner, Tiers).generation.name
     assert len(generation) >= 32, "128 bits"
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert part_of(rig.planner, Tiers).generation.name == generation, (
+    assert feature_of(rig.planner, Tiers).generation.name == generation, (
         "a model_version is for this generation too"
     )
     told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
@@ -321,10 +321,10 @@ def test_new_weights_in_a_running_engine_have_a_generation_whatever_the_model_ve
     rig = make_warm(make_tiers, tiers=VERSIONED)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
-    generation = part_of(rig.planner, Tiers).generation.name
+    generation = feature_of(rig.planner, Tiers).generation.name
     assert generation
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert part_of(rig.planner, Tiers).generation.name == generation, (
+    assert feature_of(rig.planner, Tiers).generation.name == generation, (
         "which the operator vouches for from then on"
     )
     rig.check_idle()
@@ -717,7 +717,7 @@ def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
     if fetch_s is not None:
         for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
             for _ in range(KEPT_SAMPLES):
-                part_of(rig.planner, Tiers).costs.add_fetch(1, num_slots, fetch_s)
+                feature_of(rig.planner, Tiers).costs.add_fetch(1, num_slots, fetch_s)
     rig.tier.held = {"fetch"}
     return rig
 
@@ -731,7 +731,7 @@ def stages_of(rig: TierRig) -> dict[int, list[Any]]:
     """The fetches that plans have named, by the token up to which a request can go without."""
     stages: dict[int, list[Any]] = {}
     for message in rig.fetches:
-        fetch = part_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
+        fetch = feature_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
         assert fetch is not None
         stages.setdefault(fetch.first_token, []).append(message)
     return stages
@@ -767,7 +767,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
     fetches = [
-        part_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
+        feature_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
         for message in rig.fetches
     ]
     assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
@@ -782,7 +782,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
 def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001)
     for _ in range(8):
-        part_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 10.0)
+        feature_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 10.0)
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert not rig.probes, "at best it would not pay"
     rig.check_idle()

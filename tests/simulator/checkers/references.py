@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.scheduler.tiers.tiers import Tiers
-from tests.scheduler.parts import part_of
+from tests.scheduler.features import feature_of
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
@@ -81,7 +81,7 @@ class ReferenceChecker:
             "copies": sum(len(worker.device.running) for worker in core.workers),
             "fetches and spills": len(list(self._ledger.open_tier_transfers())),
             "spills that no plan names": bool(
-                core.stores and part_of(planner, Tiers).spills.is_waiting
+                core.stores and feature_of(planner, Tiers).spills.is_waiting
             ),
             # A probe touches no slot, and goes on to its deadline when no request waits for it.
             "operations of tiers": sum(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.part import Part
+from safe_offload.scheduler.feature import Feature
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.cache.events import KvEvents
     from safe_offload.scheduler.requests import RequestState
 
 
-class Events(Part):
+class Events(Feature):
     """Tells `KvEvents`, which the directory reports to, of requests."""
 
     def __init__(self, events: KvEvents) -> None:
@@ -21,12 +21,12 @@ class Events(Part):
         self._events.seen(state.request)
 
     def preempted(self, state: RequestState) -> None:
-        """See `Part`; blocks of it may be stored that nothing says are its own."""
+        """See `Feature`; blocks of it may be stored that nothing says are its own."""
         self._events.learn(state.request)
 
     def ended(self, state: RequestState) -> None:
         self._events.ended(state.request)
 
     def has_work(self) -> bool:
-        """See `Part`; vLLM takes events in a step."""
+        """See `Feature`; vLLM takes events in a step."""
         return self._events.is_pending

@@ -1,4 +1,4 @@
-"""What a feature may do on the scheduler side: the events of which the planner tells its parts."""
+"""What an optional feature may do on the scheduler side: the hooks that the planner calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Answer(enum.Enum):
-    """What a part says when vLLM asks how many tokens the host has of a request."""
+    """What a feature says when vLLM asks how many tokens the host has of a request."""
 
     SEARCH = "search"
     """The planner looks for a hit."""
@@ -37,11 +37,11 @@ class TierMessages(NamedTuple):
 NO_MESSAGES = TierMessages()
 
 
-class Part:
-    """A feature. A part defines the methods that it needs; the planner calls no others.
+class Feature:
+    """An optional feature. It defines the hooks that it needs; the planner calls no others.
 
-    Parts are called in the order in which they were given. They read what the planner has, change
-    only what is their own, and know nothing of one another.
+    Features are called in the order in which they were given. They read what the planner has,
+    change only what is their own, and know nothing of one another.
     """
 
     # ---- a request -----------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Part:
     def messages(self, now_s: float) -> TierMessages:
         """Return what the workers are told of tiers; `NO_MESSAGES` itself for nothing.
 
-        One part at most has this.
+        One feature at most has this.
         """
         return NO_MESSAGES
 
@@ -163,15 +163,17 @@ class Part:
         """The engine ends."""
 
 
-def methods(parts: Sequence[Part], name: str) -> tuple[Callable[..., Any], ...]:
-    """Return the methods of a name of those parts that define it."""
-    unused = getattr(Part, name)
-    return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not unused)
+def methods(features: Sequence[Feature], name: str) -> tuple[Callable[..., Any], ...]:
+    """Return the methods of a name of those features that define it."""
+    unused = getattr(Feature, name)
+    return tuple(
+        getattr(feature, name) for feature in features if getattr(type(feature), name) is not unused
+    )
 
 
-def together(parts: Sequence[Part], name: str) -> Callable[..., None] | None:
-    """Return what calls the methods of a name, in order; None if no part defines it."""
-    calls = methods(parts, name)
+def together(features: Sequence[Feature], name: str) -> Callable[..., None] | None:
+    """Return what calls the methods of a name, in order; None if no feature defines it."""
+    calls = methods(features, name)
     if len(calls) < 2:
         return calls[0] if calls else None
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from safe_offload.compat.cache_hits import kept_boundary
 from safe_offload.scheduler.cache.end_curve import EndCurve
 from safe_offload.scheduler.cache.hit_curve import Curve, HitCurve
-from safe_offload.scheduler.part import Part
+from safe_offload.scheduler.feature import Feature
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
 
 
-class Estimates(Part):
+class Estimates(Feature):
     """Its state: the curve, and the requests that it has seen.
 
     Bound: the requests that vLLM has.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import TENANT_GAUGES, Count, of_tenant
 from safe_offload.protocol import ids_of
-from safe_offload.scheduler.part import Part
+from safe_offload.scheduler.feature import Feature
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,7 +26,7 @@ LABELS_MAX = 256
 """Labels that the file had and whose series stay; the oldest are no longer told."""
 
 
-class TenantShares(Part):
+class TenantShares(Feature):
     """Divides the host slots among tenants, as a file says.
 
     Its state: the bad changes of the file that it has counted, the labels that metrics have had,
@@ -72,7 +72,7 @@ class TenantShares(Part):
         self._asked.pop(state, None)
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
-        """See `Part`; the tenants change between two steps."""
+        """See `Feature`; the tenants change between two steps."""
         if self.file.tenants is not self.slots.tenants:
             self._use(self.file.tenants)
         self.salts.begin_step()
@@ -84,7 +84,7 @@ class TenantShares(Part):
                 self.salts.allocated(chain.from_iterable(table), state.request.cache_salt)
 
     def planned(self, plan: StepPlan) -> StepPlan:
-        """See `Part`; spills carry the marks of their tenants."""
+        """See `Feature`; spills carry the marks of their tenants."""
         self.salts.end_step()
         if not plan.spills:
             return plan
@@ -105,7 +105,7 @@ class TenantShares(Part):
         self._num_bad = num_bad
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Part`; labels that the file had stay, at 0."""
+        """See `Feature`; labels that the file had stay, at 0."""
         found = {of_tenant(name, label): 0.0 for name in TENANT_GAUGES for label in self._labels}
         policy, slot_bytes = self.slots.by_tenant, self._planner.options.slot_bytes
         for number, label in enumerate(self.slots.tenants.labels):

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.eviction.contest import NUM_SAMPLED_MIN, RATE_MAX, START, Contest
-from safe_offload.scheduler.part import Part
+from safe_offload.scheduler.feature import Feature
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.planner import Planner
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-class EvictionOrder(Part):
+class EvictionOrder(Feature):
     """Its state: the contest of the orders.
 
     Where no KV cache group is of attention without gaps, or the host holds few blocks, the order
@@ -28,7 +28,7 @@ class EvictionOrder(Part):
         planner.ranks.label("eviction_order", START)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`; of what never ran, or may not be stored, no order would hold anything."""
+        """See `Feature`; of what never ran, or may not be stored, no order would hold anything."""
         hits, contest = self._planner.hits, self.contest or self._make_contest()
         num_kept = state.num_kept_tokens // hits.geometry.hash_block_size
         if contest is None or not num_kept:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count
-from safe_offload.scheduler.cache.pins import Pins
+from safe_offload.scheduler.feature import Feature
+from safe_offload.scheduler.features.pins.pins import Pins
 from safe_offload.scheduler.limits import PIN_KEY
-from safe_offload.scheduler.part import Part
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,7 +25,7 @@ _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 """Of requests that another connector answers for."""
 
 
-class Wishes(Part):
+class PinnedPrompts(Feature):
     """Its state: the pins, and whether anything is still stored."""
 
     def __init__(self, planner: Planner, tiered_hits: TieredHits, pin_share: float) -> None:
@@ -43,12 +43,12 @@ class Wishes(Part):
             self.pins.use(state, state.request.block_hashes)
 
     def finishing(self, state: RequestState) -> None:
-        """See `Part`; what is to be pinned is stored at once."""
+        """See `Feature`; what is to be pinned is stored at once."""
         if state.limits.pin_s and not (self._is_stopped or state in self._planner.outdated):
             self._planner.policy.store_now(state)
 
     def ended(self, state: RequestState) -> None:
-        """See `Part`; pin it, if that is wished."""
+        """See `Feature`; pin it, if that is wished."""
         request, limits = state.request, state.limits
         self.pins.end(state)
         if limits.pin_s is not None:
@@ -106,7 +106,7 @@ class Wishes(Part):
     # ---- what goes wrong -----------------------------------------------------------------------
 
     def reset(self, cause: str | None) -> None:
-        """See `Part`; all pins end."""
+        """See `Feature`; all pins end."""
         self.pins.reset()
 
     def stopped(self) -> None:
@@ -117,7 +117,7 @@ class Wishes(Part):
         self.pins.reset()
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Part`; what is pinned does not count as leased."""
+        """See `Feature`; what is pinned does not count as leased."""
         num_pinned = self.pins.num_slots
         return {
             "leased_slots": self._hits.slots.num_leased - num_pinned,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.cache.pins import PINS_MAX
-from safe_offload.scheduler.parts.wishes import Wishes
-from tests.scheduler.parts import part_of
+from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.pins.pins import PINS_MAX
+from tests.scheduler.features import feature_of
 from tests.scheduler.rig import Rig, see_events
 
 PIN = {"pin_s": 600}
@@ -115,7 +115,7 @@ def test_of_what_has_no_room_the_head_is_pinned_and_the_client_is_told(make_rig,
     assert told["pinned_tokens"] + told["unpinned_tokens"] == 64
     assert 0 < told["pinned_tokens"] <= 32 or groups == HYBRID
     assert rig.counts["unpinned_tokens"] == told["unpinned_tokens"] > 0
-    assert gauge(rig, "pinned_slots") <= part_of(rig.planner, Wishes).pins.num_slots_max
+    assert gauge(rig, "pinned_slots") <= feature_of(rig.planner, PinnedPrompts).pins.num_slots_max
     flood(rig, "f", 3)
     assert ask(rig, "b", rig.prompt(65, 1))[0] == told["pinned_tokens"]
     assert ask(rig, "c", rig.prompt(65, 2), PIN)[1]["pinned_tokens"] <= 4
@@ -219,7 +219,7 @@ def test_the_longer_time_counts_and_a_prompt_is_pinned_once(make_rig):
 
 def test_the_number_of_pins_is_bounded(make_rig, monkeypatch):
     assert PINS_MAX == 4096
-    monkeypatch.setattr("safe_offload.scheduler.cache.pins.PINS_MAX", 1)
+    monkeypatch.setattr("safe_offload.scheduler.features.pins.pins.PINS_MAX", 1)
     rig = make(make_rig)
     ask(rig, "a", rig.prompt(9, 1), PIN)
     assert ask(rig, "b", rig.prompt(9, 2), PIN)[1] == {"pinned_tokens": 0, "unpinned_tokens": 8}

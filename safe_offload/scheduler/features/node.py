@@ -11,7 +11,7 @@ from safe_offload.errors import SharingError
 from safe_offload.node.pools import TABLE
 from safe_offload.node.table import Table
 from safe_offload.observe.counters import Count
-from safe_offload.scheduler.part import Answer, Part
+from safe_offload.scheduler.feature import Answer, Feature
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,7 +30,7 @@ STALLED_AFTER_S = 1.0
 """So long another process keeps this engine from its slots before that is said."""
 
 
-class NodePool(Part):
+class NodePool(Feature):
     """Uses host slots of a pool that other engines use, too.
 
     Its state: what the ranks have said of their memory, whether it has looked at the table in this
@@ -40,7 +40,7 @@ class NodePool(Part):
     Bound: an entry for each rank.
 
     Args:
-        private: what only this engine may find; a part before this.
+        private: what only this engine may find; a feature before this.
     """
 
     def __init__(self, planner: Planner, slots: NodeSlots, private: PrivateBlocks) -> None:
@@ -63,7 +63,7 @@ class NodePool(Part):
         self.slots.wake()
 
     def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        """See `Part`.
+        """See `Feature`.
 
         A request that comes before the ranks have told where the pool is waits for that: they do so
         in the first step, or not at all.
@@ -200,7 +200,7 @@ class NodePool(Part):
         self.slots.wake()
 
     def reset(self, cause: str | None) -> None:
-        """See `Part`; from now on nothing is shared with engines of the weights of before."""
+        """See `Feature`; from now on nothing is shared with engines of the weights of before."""
         if self.slots.table is not None:
             logger.info(
                 "The weights may have changed with the reset, so this engine and the others no "
@@ -208,7 +208,7 @@ class NodePool(Part):
             )
 
     def has_work(self) -> bool:
-        """See `Part`; it has not looked at all yet that others have stored."""
+        """See `Feature`; it has not looked at all yet that others have stored."""
         return self.slots.is_behind
 
     def shutdown(self) -> None:

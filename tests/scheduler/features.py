@@ -1,0 +1,13 @@
+"""Finds the features of a planner."""
+
+from typing import TypeVar
+
+from safe_offload.scheduler.feature import Feature
+from safe_offload.scheduler.planner import Planner
+
+Kind = TypeVar("Kind", bound=Feature)
+
+
+def feature_of(planner: Planner, kind: type[Kind]) -> Kind:
+    """Return the feature of a kind, which the planner has."""
+    return next(feature for feature in planner.features if isinstance(feature, kind))
