@@ -138,12 +138,6 @@ FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS = map(
 _FAILED = (FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS)
 COUNTERS: tuple[Series, ...] = (*Count, *(s for failed in _FAILED for s in failed.values()))
 """All counters."""
-RENAMED = {
-    "fetch_blocks_no_slot": "roomless_blocks",
-    "skipped_hits": "unpaid_hits",
-    "skipped_fetch_tokens": "unpaid_fetch_tokens",
-}
-"""Counters that Prometheus has under their old name too, for one version."""
 
 
 def _both(metric: str, doc: str, buckets: tuple[float, ...]) -> tuple[Series, Series]:

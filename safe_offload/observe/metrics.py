@@ -23,7 +23,6 @@ from safe_offload.observe.counters import (
     HISTOGRAMS,
     LOAD_S,
     LOAD_SIZE_BYTES,
-    RENAMED,
     STORE_S,
     STORE_SIZE_BYTES,
     TENANT_COUNTERS,
@@ -224,7 +223,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         config = OffloadConfig.from_extra_config(extra, world_size=1)
         tiers = TIER_SERIES[: len(config.tiers)]
         counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
-        counters += [Series(old, f"Deprecated name of {name}.") for name, old in RENAMED.items()]
         self._counters = self._make_series(self._counter_cls, counters, "_total")
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
         own += [series for tier in tiers for series in tier.seconds.values()]
@@ -294,8 +292,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, number in counts.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(number)
-                if old := RENAMED.get(name):
-                    self._counters[old][engine_idx].inc(number)
             elif metric := self._of_tenant(name, engine_idx):
                 metric.inc(number)
         for name, value in gauges.items():

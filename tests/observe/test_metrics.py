@@ -23,7 +23,6 @@ from safe_offload.observe.counters import (
     HISTOGRAMS,
     LOAD_S,
     LOAD_WAIT_S,
-    RENAMED,
     SECONDS,
     TIER_SERIES,
     TIERS_NOT_READY,
@@ -288,13 +287,6 @@ def test_counts_add_up_and_gauges_stand_for_the_last(metrics, registry):
     assert [value(registry, "hit_tokens_total", engine) for engine in (0, 3)] == [7, 3]
     assert value(registry, "leased_slots") == 0
     assert value(registry, "slots") == 10
-
-
-def test_a_renamed_counter_keeps_its_old_name_beside_the_new_one(metrics, registry):
-    for name, old in RENAMED.items():
-        assert value(registry, f"{old}_total") == 0
-        metrics.observe({"counts": {name: 3}})
-        assert value(registry, f"{name}_total") == value(registry, f"{old}_total") == 3
 
 
 def test_a_label_tells_counts_of_one_metric_apart(metrics, registry):
