@@ -10,8 +10,8 @@ from safe_offload.config.options import ADAPTIVE
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import make_events
-from safe_offload.scheduler.cache.slots import EngineSlots, SlotPool
-from safe_offload.scheduler.cache.tenants import TenantSlots
+from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.tenants import TenantQuotas
 from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.features.estimates import Estimates
 from safe_offload.scheduler.features.events import Events
@@ -21,7 +21,6 @@ from safe_offload.scheduler.features.pins.hints import Hints
 from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
 from safe_offload.scheduler.features.tenants import TenantShares
 from safe_offload.scheduler.loads.hits import HostHits
-from safe_offload.scheduler.node.slots import NodeSlots
 from safe_offload.scheduler.planner import Planner, PlannerOptions
 from safe_offload.scheduler.stores.salts import BlockSalts
 from safe_offload.scheduler.tiers.context import TierContext
@@ -69,22 +68,26 @@ class Composition:
         directory = Directory(self.num_slots, num_groups, self.events)
         make_policy = POLICIES[config.eviction_policy]
         self._tenants = TenantsFile(config.tenants) if config.tenants is not None else None
-        self._slots: SlotPool
-        if self._tenants is None:
-            kind = EngineSlots if config.sharing is None else NodeSlots
-            policy = make_policy(self.num_slots, directory.hashes)
-            self._slots = kind(self.num_slots, directory, policy, counters)
-        else:
-            self._slots = TenantSlots(self.num_slots, directory, make_policy, counters)
+        self._quotas = None
+        if self._tenants is not None:
+            self._quotas = TenantQuotas(self.num_slots, directory.hashes, make_policy)
+        self._slots = SlotPool(
+            self.num_slots,
+            directory,
+            self._quotas.policy if self._quotas else make_policy(self.num_slots, directory.hashes),
+            counters,
+            quotas=self._quotas,
+            awaits_source=config.sharing is not None,
+        )
         self._hits = HostHits(vllm_config, kv_cache_config, self._slots)
         self._has_wishes = bool(config.pin_share) or config.kv_hints
         self._tiered_hits = None
         if config.tiers or self._has_wishes:
             self._tiered_hits = TieredHits(vllm_config, kv_cache_config, self._hits)
         self._salts = None
-        if isinstance(self._slots, TenantSlots):
+        if self._quotas is not None:
             groups = () if config.lazy_offload else specs.state_group_ids(kv_cache_config)
-            self._salts = BlockSalts(self._slots.tenant_of, groups)
+            self._salts = BlockSalts(self._quotas.tenant_of, groups)
         self._options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(1, config.store_bytes_max // block_bytes),
@@ -122,12 +125,12 @@ class Composition:
                 vouches_for_adapters=has_version and config.sharing is None,
             )
             yield private
-            if isinstance(slots, NodeSlots):
+            if config.sharing is not None:
                 yield NodePool(planner, slots, private)
             if config.tiers and self._tiered_hits is not None:
                 yield Tiers(self._tiered_hits, self._tier_context(planner), private)
-        if isinstance(slots, TenantSlots) and self._salts and self._tenants:
-            yield TenantShares(planner, slots, self._salts, self._tenants)
+        if self._quotas and self._salts and self._tenants:
+            yield TenantShares(planner, slots, self._quotas, self._salts, self._tenants)
         if config.estimate_hit_rates:
             yield Estimates(planner.hits)
         if config.eviction_policy == ADAPTIVE:

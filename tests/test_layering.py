@@ -128,7 +128,7 @@ READS_PRIVATE = {
     "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "gpu/small.py": ("_answer_calls",),  # of engines that first cache prefixes of MLA, too
     "node/test_dead.py": ("_engines",),  # damages what a row of a table says
-    "node/test_slots.py": ("_are_held",),  # an owner sees a guest too late
+    "node/test_lots.py": ("_are_held",),  # an owner sees a guest too late
     "node/test_table.py": ("_engines", "_mapping", "_tokens"),  # flips each bit of a table
     "scheduler/eviction/test_adaptive.py": (
         "_batches",
@@ -381,10 +381,10 @@ def test_no_class_of_the_scheduler_inherits_from_one_that_is_made_itself():
                 if isinstance(base, ast.Name) and base.id in classes:
                     bases[classes[base.id]].add(name)
     assert {
-        ("scheduler/cache/slots.py", "EngineSlots"),
+        ("scheduler/cache/slots.py", "SlotPool"),
         ("scheduler/eviction/policy.py", "Lru"),
     } <= made
-    assert ("scheduler/cache/slots.py", "SlotPool") in bases
+    assert ("scheduler/eviction/policy.py", "EvictionPolicy") in bases
     found = {base for base in made & bases.keys() if base[0] in SCHEDULER}
     assert found == set()
 

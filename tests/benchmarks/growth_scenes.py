@@ -492,7 +492,7 @@ def _overpinned(count: int, closing: Closing) -> PeerEngine:
     engine, _ = pinned(count, closing, tenants=tenants_file(closing, [["other"]], "1%"))
     side = engine.connector.side
     closing.callback(side.shutdown)
-    side.hits.slots.by_tenant.guaranteed[1] = side.hits.slots.num_usable
+    side.hits.slots.quotas.policy.guaranteed[1] = side.hits.slots.num_usable
     engine.send("next", [8, 9], 1)
     return engine
 
@@ -707,7 +707,7 @@ def in_pool(
     engine.worker.step = step_with  # type: ignore[method-assign]
     engine.send("first", [1, 2], 1)
     engine.drain()
-    assert engine.connector.side.hits.slots.table is not None
+    assert engine.connector.side.hits.slots.source is not None
     slots = np.flatnonzero(np.repeat(table.owners == 1, table.lot_slots)[:num_slots])
     first = engine.make_request(prompt).block_hashes
     hashes = [*first, *(hash_of(1, place) for place in range(len(slots) - len(first)))]

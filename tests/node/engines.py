@@ -23,9 +23,10 @@ from safe_offload.node.table import Table
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.leases import LeaseBook, LeaseKind
+from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.features.node import STALLED_AFTER_S
-from safe_offload.scheduler.node.slots import NodeSlots
+from safe_offload.scheduler.node.lots import NodeLots
 
 SLOT_WORDS = 32
 PROMPTS, PROMPT_BLOCKS = 24, 12
@@ -86,12 +87,14 @@ class Engine:
         directory = Directory(num_slots, num_groups)
         policy = Lru(num_slots, directory.hashes)
         self.counters = Counters()
-        self.slots = NodeSlots(num_slots, directory, policy, self.counters)
+        self.slots = SlotPool(num_slots, directory, policy, self.counters, awaits_source=True)
         self.leases = LeaseBook(self.slots)
         self.slots.open(num_slots)
-        self.slots.attach(table)
+        self.private: set[bytes] = set()
+        self.lots = NodeLots(self.slots, table, self.counters, self.private.__contains__)
+        self.slots.use_source(self.lots)
         self.table = table
-        self.slots.sync()
+        self.lots.sync()
 
     def begin(self, *hashes: bytes, group: int = 0) -> Any:
         """Begin to store blocks; return the lease."""
@@ -114,21 +117,21 @@ class Engine:
         slots = list(lease.slots)
         self.slots.directory.publish(slots)
         lease.release()
-        self.slots.publish(slots)
+        self.lots.publish(slots)
         return slots
 
     def store(self, *hashes: bytes, group: int = 0) -> list[int]:
         return self.end(self.begin(*hashes, group=group))
 
     def find(self, *hashes: bytes, group: int = 0) -> list[int]:
-        self.slots.sync()
+        self.lots.sync()
         return self.slots.directory.find_run(group, hashes)
 
     def hit(self, *hashes: bytes) -> Any:
         """Lease what is found of some blocks; None if it was lost."""
-        num_lost = self.slots.num_lost
+        num_lost = self.lots.num_lost
         lease = self.leases.lease(LeaseKind.MATCH, self.find(*hashes))
-        if self.slots.num_lost == num_lost:
+        if self.lots.num_lost == num_lost:
             return lease
         lease.release()
         return None
@@ -199,12 +202,12 @@ def stop_when_asked(table: Table, counts: Any) -> None:
 def begin_step(engine: Engine, counts: Any) -> None:
     """Wait until nobody has the place of an engine, then see what became of others."""
     begin_s = time.monotonic()
-    if not engine.slots.wake():
-        while not engine.slots.wake():
+    if not engine.lots.wake():
+        while not engine.lots.wake():
             time.sleep(0.001)
         counts[STALLS] += time.monotonic() - begin_s >= STALLED_AFTER_S
     engine.table.bury(time.monotonic())
-    engine.slots.balance()
+    engine.lots.balance()
 
 
 def serve(
@@ -232,7 +235,7 @@ def serve(
         prompt = min(int(chance.expovariate(0.15)), PROMPTS - 1)
         hashes = [hash_of(prompt, block) for block in range(chance.randint(1, PROMPT_BLOCKS))]
         lease = engine.hit(*hashes)
-        counts[LOST] = engine.slots.num_lost
+        counts[LOST] = engine.lots.num_lost
         num_found = 0
         if lease is not None:
             num_found = len(lease.slots)
@@ -260,5 +263,5 @@ def serve(
         if draw < 0.05:
             engine.check()
         if draw < 0.01:
-            engine.slots.nap()
+            engine.table.nap()
             time.sleep(chance.choice((0.01, 0.01, 0.1)))

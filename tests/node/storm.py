@@ -178,7 +178,7 @@ def account(num_slots: int) -> dict[str, int]:
     """What is wrong with the slots when all engines are dead: everything is 0 if nothing is."""
     last = Engine(num_slots)
     last.table.bury(0.0)
-    last.slots.sync()
+    last.lots.sync()
     file = open_rank(wanted(num_slots))
     words = words_of(file)
     torn = sum(

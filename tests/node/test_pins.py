@@ -69,7 +69,7 @@ def owner_dies_and_its_heir_knows_nothing(start: Start, owner: Rig) -> Rig:
 def owner_naps(start: Start, owner: Rig) -> Rig:
     """It has all lots, of which another takes its share."""
     other = start()
-    assert not owner.planner.hits.slots.table.is_awake
+    assert not owner.planner.hits.slots.source.table.is_awake
     flood(other, "other", 3)
     flood(owner, "again", 3)
     return other

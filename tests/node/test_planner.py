@@ -44,7 +44,7 @@ def said(log: list[logging.LogRecord], words: str) -> list[str]:
 
 def test_an_engine_that_is_kept_from_its_slots_computes_and_says_so(rig, package_log):
     prompt = rig.warm()
-    table = rig.planner.hits.slots.table
+    table = rig.planner.hits.slots.source.table
     assert not table.is_awake
     held = Locks(str(table_path()))
     assert held.take(NAPS + table.engine)
@@ -63,7 +63,7 @@ def test_an_engine_that_is_kept_from_its_slots_computes_and_says_so(rig, package
 
 def test_a_damaged_table_is_said_once_and_each_entry_counted(rig, logged):
     prompt = rig.warm()
-    table = rig.planner.hits.slots.table
+    table = rig.planner.hits.slots.source.table
     for number in range(2):
         rig.add(f"r{number}", prompt, 6)
         rig.step_until(lambda: table.is_awake)
@@ -78,7 +78,7 @@ def test_a_damaged_table_is_said_once_and_each_entry_counted(rig, logged):
 
 def test_an_engine_whose_place_another_has_leaves_the_pool_and_says_why(rig, logged):
     prompt = rig.warm()
-    engine = rig.planner.hits.slots.table.engine
+    engine = rig.planner.hits.slots.source.table.engine
     with table_path().open("r+b") as file:
         os.pwrite(file.fileno(), bytes(ROW_BYTES), HEADER_BYTES + ROW_BYTES * engine)
     other = Table(str(table_path()))
@@ -100,7 +100,7 @@ def test_an_engine_that_is_kept_from_its_slots_leaves_windows_to_vllm(node):
     rig.run_alone("first", first)
     rig.run_alone("other", other)  # of the first, windows are lost
     held = Locks(str(table_path()))
-    assert held.take(NAPS + rig.planner.hits.slots.table.engine)
+    assert held.take(NAPS + rig.planner.hits.slots.source.table.engine)
     rig.add("second", [*first[:150], *rig.prompt(60, 3)])
     rig.step()
     rig.add("third", [*first[:142], 99])

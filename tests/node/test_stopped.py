@@ -130,12 +130,12 @@ def _take_and_stop() -> None:
 def test_who_cannot_wake_wakes_when_the_stopped_one_goes_on_or_dies(folder, how):
     victim = Engine(SLOTS)
     slots = victim.store(A, B)
-    victim.slots.nap()
+    victim.table.nap()
     with stopped(free_and_stop) as process:
-        assert not victim.slots.wake()
+        assert not victim.lots.wake()
         os.kill(process.pid, how)
         process.join()
-        assert victim.slots.wake()
+        assert victim.lots.wake()
         assert victim.find(A, B) == slots
     victim.check()
     victim.close()

@@ -83,21 +83,21 @@ def store(engine, words, keys):
 def work(engine, words, now_s):
     """Do what the hooks of a few steps do; return how many wrong blocks were found."""
     num_wrong = 0
-    if not engine.slots.wake():
+    if not engine.lots.wake():
         return 0
     engine.table.bury(now_s)
-    engine.slots.sync()
-    engine.slots.balance()
+    engine.lots.sync()
+    engine.lots.balance()
     for keys in PROMPTS:
         group, hashes = keys[0][0], [block_hash for _, block_hash in keys]
-        num_lost = engine.slots.num_lost
+        num_lost = engine.lots.num_lost
         lease = engine.leases.lease(LeaseKind.MATCH, engine.slots.directory.find_run(group, hashes))
-        if num_lost == engine.slots.num_lost:
+        if num_lost == engine.lots.num_lost:
             for slot, block_hash in zip(lease.slots, hashes, strict=False):
                 num_wrong += int((words[slot] != word_of(block_hash) + (group << 40)).any())
         lease.release()
     store(engine, words, [(0, hash_of(int(now_s * 10), i)) for i in range(4)])
-    engine.slots.nap()
+    engine.table.nap()
     return num_wrong
 
 
@@ -185,15 +185,15 @@ def test_a_token_that_cannot_be_makes_no_living_engine_a_dead_one(start):
 
 def test_an_engine_whose_place_another_has_by_now_leaves_the_pool(start):
     one, _other = start(), start()
-    one.slots.nap()
+    one.table.nap()
     one.table._engines[one.table.engine] = 0
     third = start()
     assert third.table.engine == one.table.engine
-    third.slots.nap()
-    assert not one.slots.wake()
+    third.table.nap()
+    assert not one.lots.wake()
     assert one.table.lost
-    assert third.slots.wake()
-    one.slots.sync()
+    assert third.lots.wake()
+    one.lots.sync()
     third.check()
 
 
@@ -201,14 +201,14 @@ def test_who_gets_its_place_back_from_a_dead_engine_has_nothing_of_what_that_had
     one, other = start(), start()
     one.store(A)
     foreign = other.store(B)
-    one.slots.nap()
+    one.table.nap()
     one.table._engines[one.table.engine] = 0
     third = start()
     assert third.table.engine == one.table.engine
     third.store(C)
     assert third.hit(B).slots == foreign
     third.close()
-    assert one.slots.wake()
+    assert one.lots.wake()
     one.check()
     assert one.find(A), "free lots keep what they hold"
     assert one.find(C), "this one, too"
@@ -234,8 +234,8 @@ def test_a_lot_that_another_claimed_meanwhile_is_given_up(start):
     one.table.owners[lost] = 0
     theirs = other.leases.grant(LeaseKind.STORE, SLOTS)
     assert len(theirs.slots) == SLOTS - 1
-    one.slots.sync()
-    assert one.slots.num_own == 0
+    one.lots.sync()
+    assert one.lots.num_own == 0
     one.publish(lease)
     one.check()
     other.check()

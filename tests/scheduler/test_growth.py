@@ -18,7 +18,7 @@ from safe_offload.scheduler import requests
 from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
 from safe_offload.scheduler.loads.loads import Loads
-from safe_offload.scheduler.node.slots import NodeSlots
+from safe_offload.scheduler.node.lots import NodeLots
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
 from safe_offload.scheduler.tiers import promotions, spills
 from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
@@ -44,7 +44,7 @@ def test_a_pool_is_looked_at_once_in_a_step_however_many_requests_ask(monkeypatc
     calls = []
     with ExitStack() as closing:
         engine = SCENE_OF["requests beside a large pool that is full of news"].make(20, closing)
-        monkeypatch.setattr(NodeSlots, "sync", lambda _: calls.append(None))
+        monkeypatch.setattr(NodeLots, "sync", lambda _: calls.append(None))
         for num_steps in (1, 2):
             engine.step()
             assert len(calls) == num_steps

@@ -7,7 +7,7 @@ import pytest
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.slots import EngineSlots
+from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.ranks import Ranks, merge
 
@@ -18,7 +18,7 @@ PATHS = ("kernel", "batch", "each")
 
 def make_ranks(num_ranks: int) -> Ranks:
     counters = Counters()
-    return Ranks(num_ranks, EngineSlots(8, Directory(8, 1), Lru(8), counters), counters)
+    return Ranks(num_ranks, SlotPool(8, Directory(8, 1), Lru(8), counters), counters)
 
 
 def test_what_is_the_same_on_all_ranks_is_said_once():

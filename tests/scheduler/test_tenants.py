@@ -42,7 +42,9 @@ def ask(rig: Rig, name: str, label: str, num_tokens: int = 21, seed: int = 1) ->
 
 def slots_of(rig: Rig) -> dict[str, int]:
     found = zip(
-        rig.planner.hits.slots.tenants.labels, rig.planner.hits.slots.by_tenant.held, strict=True
+        rig.planner.hits.slots.quotas.tenants.labels,
+        rig.planner.hits.slots.quotas.policy.held,
+        strict=True,
     )
     return dict(found)
 
@@ -107,10 +109,10 @@ def test_a_spill_says_whose_each_block_is(tmp_path: Any):
     for label in ("chat", "batch", "nobody"):
         rig.add(label, rig.prompt(2 * BLOCK_TOKENS, 3), 1, cache_salt=f"{SALT}-{label}")
     rig.drain()
-    tenants = rig.planner.hits.slots.tenants
+    tenants = rig.planner.hits.slots.quotas.tenants
     marks = [mark for spill in rig.spills for mark in spill.marks]
     assert sorted(marks) == sorted(2 * tenants.marks)
-    owners = rig.planner.hits.slots.by_tenant.owners
+    owners = rig.planner.hits.slots.quotas.policy.owners
     for spill in rig.spills:
         assert list(spill.marks) == [tenants.marks[owners[slot]] for slot in spill.slot_ids]
     assert len(set(tenants.marks)) == 3

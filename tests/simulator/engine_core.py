@@ -194,14 +194,21 @@ class EngineCore(Stepper):
 
     def _lag(self, slots: Any) -> None:
         """Let it notice late at times what others have done; between processes it does."""
-        sync = slots.sync
+        use_source = slots.use_source
 
-        def sync_at_times() -> None:
-            draw = self.chance.bits("lag of the pool", self.num_steps, slots.directory.version)
-            if draw & 3:
-                sync()
+        def use_with_lag(source: Any) -> None:
+            sync = source and source.sync
 
-        slots.sync = sync_at_times
+            def sync_at_times() -> None:
+                draw = self.chance.bits("lag of the pool", self.num_steps, slots.directory.version)
+                if draw & 3:
+                    sync()
+
+            if source is not None:
+                source.sync = sync_at_times
+            use_source(source)
+
+        slots.use_source = use_with_lag
 
     # ---- what clients do -----------------------------------------------------------------------
 
@@ -395,9 +402,9 @@ class EngineCore(Stepper):
 
     def die(self, num_ticks: int) -> None:
         """Be killed; the ranks notice it late, and go on with what they copy for so long."""
-        table = self.connector.side.hits.slots.table
-        if table is not None:
-            table.close()
+        source = self.connector.side.hits.slots.source
+        if source is not None:
+            source.table.close()
         for _ in range(num_ticks):
             for worker in self.workers:
                 worker.loop.turn()

@@ -7,8 +7,9 @@ number, from 0. A call takes many at once: a long prompt has thousands, and vLLM
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import filterfalse, repeat
+from typing import TYPE_CHECKING, Protocol
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -16,31 +17,97 @@ from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.references import References
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
 
+if TYPE_CHECKING:
+    from safe_offload.config.tenants import Tenants
+    from safe_offload.scheduler.cache.tenants import TenantQuotas
+
 NEW_SLOTS = 4096
 """Listed at once, as a list of all takes a step's time and 40 bytes a slot."""
 
 
+class SlotSource(Protocol):
+    """Supplies a pool with slots that other engines use, too (`scheduler/node/lots.py`).
+
+    Its slots are *own* (this engine may overwrite them) or another engine's.
+
+    Attributes:
+        num_slots: own and others'.
+        parked: own slots that may not be granted yet, each under a lease of the source's.
+    """
+
+    num_slots: int
+    parked: dict[int, None]
+
+    def grant(self, count: int) -> list[int]:
+        """See `SlotPool.grant`."""
+
+    def own(self, slots: Iterable[int]) -> Sequence[int]:
+        """Return those of the slots that are own."""
+
+    def all_own(self) -> Iterable[int]:
+        """Return all slots that are own."""
+
+    def visit(self, slots: Sequence[int]) -> Sequence[int]:
+        """Keep other engines from overwriting slots that get a lease; forget those that they have.
+
+        Returns:
+            The slots without those that were parked, whose lease becomes the caller's.
+        """
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Nothing leases these slots any more: their owners may overwrite them."""
+
+    def unpublish(self, slots: Sequence[int]) -> None:
+        """No other engine finds these own slots any more."""
+
+    def renew(self) -> None:
+        """Share nothing any more with other engines that was stored so far."""
+
+    def condemn(self, slots: Sequence[int]) -> None:
+        """No engine uses these slots again."""
+
+    def look_again(self) -> None:
+        """More slots are usable."""
+
+    def check_invariants(self, leased: Set[int]) -> None:
+        """Raise an InvariantError unless what is leased is kept from other engines."""
+
+
 class SlotPool:
     """Host slots; every operation is one step that cannot half happen.
-
-    Who may be granted what differs: `EngineSlots`, `TenantSlots`, `NodeSlots`.
 
     Bound: an entry for each slot.
 
     Args:
         num_slots: that every rank will have in the end.
         directory, policy: empty.
+        quotas: of tenants, whose `policy` this is; None: anybody may be granted any slot.
+        awaits_source: no slot is usable before `use_source`.
+
+    Attributes:
+        source: of the slots, if other engines use them, too.
     """
 
     def __init__(
-        self, num_slots: int, directory: Directory, policy: EvictionPolicy, counters: Counters
+        self,
+        num_slots: int,
+        directory: Directory,
+        policy: EvictionPolicy,
+        counters: Counters,
+        *,
+        quotas: TenantQuotas | None = None,
+        awaits_source: bool = False,
     ) -> None:
         self.num_slots = num_slots
         self.directory = directory
         self.may_refuse = policy.may_refuse  # there may be something that `admits` does not admit
         self._counters = counters
+        self.quotas = quotas
         # What follows is mutable, and only this class changes it, and the policy with it. A usable
         # slot is leased, or it is evictable (it is in the directory), or else it is empty.
+        self.source: SlotSource | None = None
+        self._awaits_source = awaits_source
+        self._num_ready = 0
         self.num_usable = 0
         self._num_new = 0  # the last of the usable slots, which are empty and not in this list:
         self._empty: list[int] = []  # the last one is taken first
@@ -52,8 +119,14 @@ class SlotPool:
 
     @property
     def num_leased(self) -> int:
-        """Slots under at least one lease; those that are retired do not count."""
-        return len(self._references.leased) - len(self._retired)
+        """Slots under at least one lease; those that are retired or parked do not count."""
+        num_parked = 0 if self.source is None else len(self.source.parked)
+        return len(self._references.leased) - len(self._retired) - num_parked
+
+    @property
+    def leased(self) -> Set[int]:
+        """All slots that cannot be granted, since something needs them or they are bad."""
+        return self._references.leased
 
     @property
     def num_empty(self) -> int:
@@ -65,41 +138,97 @@ class SlotPool:
         """Slots that nothing leases."""
         return self.num_usable - len(self._references.leased)
 
+    @property
+    def num_evictable(self) -> int:
+        """Slots that hold something and that nothing leases."""
+        return len(self._evictable)
+
     def num_grantable(self, salt: str | None) -> int:
         """Return how many slots a grant can take for requests with a salt."""
-        return self.num_free
+        if self.quotas is None:
+            return self.num_free
+        return self.quotas.num_grantable(self.num_empty, salt)
 
     def num_in_reach(self, salt: str | None) -> int:
-        """Return how many slots grants could take for a salt if nothing were leased."""
-        return self.num_usable
+        """Return how many slots grants could take for a salt if nothing were leased.
+
+        With tenants, one in reach is enough for a share.
+        """
+        if self.quotas is None or self.num_empty or self.quotas.has_in_reach(salt):
+            return self.num_usable
+        return 0
 
     @property
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)
 
-    def open(self, num_usable: int) -> None:
-        """Allow the first `num_usable` slots, as many as every rank has made ready by now.
+    def open(self, num_ready: int) -> None:
+        """Allow the first `num_ready` slots, as many as every rank has made ready by now.
 
         Fewer than before changes nothing.
         """
-        opened = max(0, min(num_usable, self.num_slots) - self.num_usable)
-        self.num_usable += opened
-        self._num_new += opened
+        self._num_ready = max(self._num_ready, min(num_ready, self.num_slots))
+        if self._awaits_source:
+            return
+        if self.source is not None:
+            self.num_usable = min(self._num_ready, self.source.num_slots)
+            self.source.look_again()
+            return
+        self._num_new += self._num_ready - self.num_usable
+        self.num_usable = self._num_ready
+        self._recount()
+
+    def use_source(self, source: SlotSource | None) -> None:
+        """Take slots from a source from now on; None: all are this engine's after all."""
+        self._awaits_source, self.source = False, source
+        self.open(self._num_ready)
+
+    def supply(self, empty: Sequence[int], filled: Sequence[int]) -> None:
+        """These slots are own from now on, and none is leased; those that are filled go first."""
+        self._empty += reversed(empty)
+        self._evictable.evict_first(filled, self._now_s)
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """These slots are another engine's from now on, as `SlotSource.own` says already."""
+        self._evictable.forget(slots)
+        self._empty = list(self._own(self._empty))
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """From now on these are the tenants; those of the same label keep their slots."""
+        assert self.quotas is not None
+        self.quotas.use(tenants, self._now_s)
+        self._recount()
+
+    def _recount(self) -> None:
+        if self.quotas is not None:
+            self.quotas.recount(self._taken(), self.num_usable - len(self._retired))
+
+    def _taken(self) -> set[int]:
+        """Return the usable slots that are neither empty nor retired."""
+        old = range(self.num_usable - self._num_new)
+        return set(old).difference(self._empty, self._retired)
 
     def num_overpinned(self, slots: Sequence[int] = ()) -> int:
-        """Return how many slots are pinned too many, or would be with these that are not yet."""
-        return 0
+        """Return how many slots are pinned too many, or would be with these that are not yet.
+
+        Without tenants none is.
+        """
+        return 0 if self.quotas is None else self.quotas.num_overpinned(slots)
 
     def pin(self, slots: Iterable[int]) -> None:
-        """These are pinned from now on; see `TenantSlots`."""
+        """These are pinned from now on, in the names of their tenants."""
+        if self.quotas is not None:
+            self.quotas.pin(slots)
 
     def unpin(self, slots: Iterable[int]) -> None:
         """These are pinned no more."""
+        if self.quotas is not None:
+            self.quotas.unpin(slots)
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
         """Whether pins of these slots keep from others what these are guaranteed."""
-        return False
+        return self.quotas is not None and self.quotas.must_unpin(slots)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
         """Whether a request may store `count` blocks; see `EvictionPolicy.admits`."""
@@ -121,15 +250,22 @@ class SlotPool:
         """Take up to `count` slots, each under one lease of the caller's.
 
         Args:
-            salt: of the request that they are for; see `TenantSlots`.
+            salt: of the request that they are for, which says whose they are; see `TenantQuotas`.
 
         Returns:
             Possibly fewer than asked for, possibly none: full is normal. What a granted slot held
             before is forgotten.
         """
-        raise NotImplementedError
+        if self.source is not None:
+            return self.source.grant(count)
+        if self.quotas is None:
+            return self.take(count)
+        self.quotas.ask(count, salt)
+        granted = self.take(count)
+        self.quotas.granted(granted)
+        return granted
 
-    def _take(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """Take up to `count` slots that are empty or, if there are too few, evictable."""
         if count <= 0:
             return []
@@ -140,7 +276,7 @@ class SlotPool:
             if self._num_new:
                 self._list_new(count - len(granted) + NEW_SLOTS)
                 self._references.add_first(granted)
-                return granted + self._take(count - len(granted))
+                return granted + self.take(count - len(granted))
             evicted = self._evictable.evict(count - len(granted), self._now_s)
             self._count_evicted(evicted)
             self.directory.remove(evicted)
@@ -155,14 +291,30 @@ class SlotPool:
         self._empty[:0] = range(first + count - 1, first - 1, -1)
 
     def lease(self, slots: Sequence[int]) -> None:
-        """Add one lease to each slot, given once: none is evicted until it is released."""
-        self._references.add(slots)
+        """Add one lease to each slot, given once: none is evicted until it is released.
+
+        What another engine has overwritten by now is forgotten.
+        """
+        if self.source is None:
+            self._references.add(slots)
+        else:
+            self._references.add(self.source.visit(slots))
+            slots = self.source.own(slots)
         self._evictable.lease(slots)
 
     def hold(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot, given once, which is no use of what they hold."""
-        self._references.add(slots)
+        if self.source is None:
+            self._references.add(slots)
+        else:
+            self._references.add(self.source.visit(slots))
+            slots = self.source.own(slots)
         self._evictable.hold(slots)
+
+    def withhold(self, slots: Sequence[int]) -> None:
+        """Add a lease of the source's to slots that nothing leases."""
+        self._evictable.hold(slots)
+        self._references.add_first(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
         """Take one lease from each slot, given in prefix order.
@@ -175,10 +327,13 @@ class SlotPool:
         Raises:
             InvariantError: one of them is not leased; then nothing has changed.
         """
-        slots = self._own(self._references.drop(slots))
+        slots = self._references.drop(slots)
+        if self.source is not None:
+            self.source.leave(slots)
+            slots = self.source.own(slots)
         hashes = self.directory.hashes
         if None in map(hashes.__getitem__, slots):
-            self._empty += [slot for slot in reversed(slots) if hashes[slot] is None]
+            self._add_empty([slot for slot in reversed(slots) if hashes[slot] is None])
             slots = [slot for slot in slots if hashes[slot] is not None]
         if first:
             first = self._unleased(first)
@@ -187,8 +342,14 @@ class SlotPool:
         if first:
             self._evictable.evict_first(first, self._now_s)
 
-    def _unleased(self, slots: Sequence[int]) -> list[int]:
-        """Return those of the slots that hold something and that nothing leases."""
+    def _add_empty(self, slots: Sequence[int]) -> None:
+        self._empty += slots
+        if self.quotas is not None:
+            self.quotas.emptied(slots)
+
+    def _unleased(self, slots: Sequence[int]) -> Sequence[int]:
+        """Return those of the own slots that hold something and that nothing leases."""
+        slots = self._own(slots)
         if None in map(self.directory.hashes.__getitem__, slots):
             slots = [slot for slot in slots if self.directory.hashes[slot] is not None]
         return list(filterfalse(self._references.leased.__contains__, slots))
@@ -197,6 +358,10 @@ class SlotPool:
         """Return up to `count` evictable slots, those that go first, in their order."""
         return self._evictable.peek(count)
 
+    def least_needed(self, count: int) -> list[int]:
+        """Return up to `count` empty slots, and as many that are evicted next."""
+        return self._empty[:count] + self._evictable.peek(count)
+
     def forget(self, slots: Iterable[int]) -> None:
         """Never find these slots again; leases on them stay as they are."""
         self._forgotten(self.directory.forget(slots))
@@ -204,12 +369,17 @@ class SlotPool:
     def forget_all(self) -> None:
         """Never find any slot again that holds something now, or will; begin a new epoch."""
         self._forgotten(self.directory.forget_all())
+        if self.source is not None:
+            self.source.renew()
 
     def _forgotten(self, slots: Sequence[int]) -> None:
         self._mark(slots, 0)
-        slots, leased = self._own(slots), self._references.leased
+        if self.source is not None:
+            slots = self.source.own(slots)
+            self.source.unpublish(slots)
+        leased = self._references.leased
         self._evictable.forget(slots)
-        self._empty += [slot for slot in slots if slot not in leased]
+        self._add_empty([slot for slot in slots if slot not in leased])
 
     def retire(self, slots: Iterable[int]) -> list[int]:
         """Never grant these slots again: the memory under them is not to be trusted (I6).
@@ -226,6 +396,9 @@ class SlotPool:
             self._list_new(self._num_new)
         self._empty = [slot for slot in self._empty if slot not in self._retired]
         self.lease(retired)
+        if self.source is not None:
+            self.source.condemn(retired)
+        self._recount()
         return retired
 
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
@@ -240,6 +413,9 @@ class SlotPool:
         self._evictable.release(filled, self._now_s)
         self._empty = [slot for slot in reversed(unleased) if held[slot] is None]
         self._num_new = 0
+        if self.source is not None:
+            self.source.leave([s for s in range(self.num_slots) if s not in expected])
+        self._recount()
 
     def mark_hit(self, slots: Iterable[int]) -> None:
         """A load reads these slots."""
@@ -265,21 +441,21 @@ class SlotPool:
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
 
     def _own(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the slots that this engine grants: all; see `NodeSlots`."""
-        return slots
+        """Return those of the slots that this engine may overwrite."""
+        return slots if self.source is None else self.source.own(slots)
 
     def _all_own(self) -> Iterable[int]:
-        """Yield all slots that this engine grants."""
-        return range(self.num_usable)
+        return range(self.num_usable) if self.source is None else self.source.all_own()
 
     def __repr__(self) -> str:
-        kind, free = type(self).__name__, self.num_free
-        return f"<{kind} of {self.num_slots}: {free} free, {self.num_leased} leased>"
+        return f"<SlotPool of {self.num_slots}: {self.num_free} free, {self.num_leased} leased>"
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
         """Return how many leases each slot should have."""
         expected = Counter(slot for slots in leases for slot in slots)
         expected.update(self._retired)
+        if self.source is not None:
+            expected.update(iter(self.source.parked))
         return expected
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
@@ -300,9 +476,7 @@ class SlotPool:
         if len(self._evictable) != len(held):
             raise InvariantError("I8", "the evictable slots are not exactly the other free ones")
 
-
-class EngineSlots(SlotPool):
-    """Host slots of one engine, which grants any of them to anybody."""
-
-    def grant(self, count: int, salt: str | None = None) -> list[int]:
-        return self._take(count)
+        if self.source is not None:
+            self.source.check_invariants(leased)
+        if self.quotas is not None:
+            self.quotas.check_invariants(self._taken())

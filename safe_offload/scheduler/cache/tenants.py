@@ -1,4 +1,4 @@
-"""Host slots of several tenants: no grant takes what another tenant is guaranteed.
+"""Quotas of tenants in a pool of slots: no grant takes what another tenant is guaranteed.
 
 A grant takes empty slots first. Then tenants over quota are evicted until their excess is equal, as
 far as slots can be evicted; the tenant that asks counts as if it already had the slots. If that is
@@ -11,16 +11,11 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_offload.config.tenants import WHOLE, Tenants, payments
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policy import EvictionPolicy, Hashes
-
-if TYPE_CHECKING:
-    from safe_offload.observe.counters import Counters
-    from safe_offload.scheduler.cache.directory import Directory
 
 MakePolicy = Callable[[int, Hashes], EvictionPolicy]
 
@@ -36,7 +31,7 @@ def _for_each(name: str) -> Any:
 
 
 class TenantPolicy(EvictionPolicy):
-    """A policy for each tenant, and who pays. Only `TenantSlots` changes it.
+    """A policy for each tenant, and who pays. Only `TenantQuotas` changes it.
 
     Bound: an entry for each slot, and `MAX_TENANTS` policies.
 
@@ -125,134 +120,115 @@ class TenantPolicy(EvictionPolicy):
         return sum(map(len, self._policies))
 
 
-class TenantSlots(SlotPool):
-    """Host slots of tenants; `by_tenant` knows who asks for what is granted next.
-
-    Its state beside that of `SlotPool` and its policy: the tenants, which slots are pinned, and how
-    many of each tenant.
+class TenantQuotas:
+    """Which tenant has each slot of a `SlotPool`, what each is guaranteed, and what it has pinned.
 
     Bound: an entry for each slot, and one for each tenant.
+
+    Attributes:
+        policy: of the pool; knows who asks for what is granted next.
+        tenants: as they are now.
     """
 
-    def __init__(
-        self, num_slots: int, directory: Directory, make: MakePolicy, counters: Counters
-    ) -> None:
-        self.by_tenant = TenantPolicy(num_slots, directory.hashes, make)
-        super().__init__(num_slots, directory, self.by_tenant, counters)
+    def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
+        self.policy = TenantPolicy(num_slots, hashes, make)
+        # What follows is mutable, and changed here only.
         self.tenants = Tenants()
+        self._num_slots = 0  # that there are for tenants
         self._pinned: set[int] = set()
         self._num_pinned = [0]
 
-    def use(self, tenants: Tenants) -> None:
-        """From now on these are the tenants; those of the same label keep their slots."""
+    def use(self, tenants: Tenants, now_s: float) -> None:
+        """See `SlotPool.use_tenants`; `recount` follows."""
         known = {label: number for number, label in enumerate(tenants.labels)}
         numbers = [known.get(label, 0) for label in self.tenants.labels]
-        self.by_tenant.rename(numbers, len(known), self._now_s)
+        self.policy.rename(numbers, len(known), now_s)
         self.tenants = tenants
-        self._recount()
 
     def tenant_of(self, salt: str | None) -> int:
         """Return the number of a salt's tenant."""
         return self.tenants.number_of(salt)
 
-    def num_grantable(self, salt: str | None) -> int:
-        self.by_tenant.asking = self.tenants.number_of(salt)
-        return self.num_empty + sum(self.by_tenant.payments(len(self.by_tenant)))
+    # ---- grants --------------------------------------------------------------------------------
 
-    def num_in_reach(self, salt: str | None) -> int:
-        """See `SlotPool`; one in reach is enough for a share."""
-        policy = self.by_tenant
+    def num_grantable(self, num_empty: int, salt: str | None) -> int:
+        """See `SlotPool`; what others are guaranteed is not free."""
+        self.policy.asking = self.tenants.number_of(salt)
+        return num_empty + sum(self.policy.payments(len(self.policy)))
+
+    def has_in_reach(self, salt: str | None) -> bool:
+        """Whether a tenant could be granted a slot that is not empty if none was leased."""
+        policy = self.policy
         policy.asking = self.tenants.number_of(salt)
-        has_any = self.num_empty or policy.held[policy.asking] or max(policy.above) > 0
-        return self.num_usable if has_any else 0
+        return policy.held[policy.asking] > 0 or max(policy.above) > 0
 
-    def num_overpinned(self, slots: Sequence[int] = ()) -> int:
+    def ask(self, count: int, salt: str | None) -> None:
+        """So many slots are evicted, or taken empty, for a salt's tenant until `granted`."""
+        self.policy.asking, self.policy.num_asked = self.tenants.number_of(salt), count
+
+    def granted(self, slots: Sequence[int]) -> None:
+        """These slots are the asking tenant's from now on."""
+        policy = self.policy
+        policy.num_asked = 0
+        for slot in slots:
+            policy.owners[slot] = policy.asking
+        policy.held[policy.asking] += len(slots)
+
+    def emptied(self, slots: Iterable[int]) -> None:
+        """These slots are nobody's from now on."""
+        for slot in slots:
+            self.policy.held[self.policy.owners[slot]] -= 1
+
+    def recount(self, taken: Iterable[int], num_slots: int) -> None:
+        """Count again what each tenant has, and what it is guaranteed of so many slots.
+
+        Args:
+            taken: slots that are some tenant's.
+        """
+        self._num_slots = num_slots
+        self.policy.held = self._count_by_tenant(taken)
+        self._num_pinned = self._count_by_tenant(self._pinned)
+        self.policy.guaranteed = [s * num_slots // WHOLE for s in self.tenants.shares]
+
+    # ---- pins ----------------------------------------------------------------------------------
+
+    def num_overpinned(self, slots: Sequence[int]) -> int:
         """See `SlotPool`; beyond their shares tenants may pin what is guaranteed to nobody.
 
         So whoever is below its guarantee can have all of it: pins of others are not in the way.
         """
-        guaranteed, more = self.by_tenant.guaranteed, self._count_by_tenant(slots)
+        guaranteed, more = self.policy.guaranteed, self._count_by_tenant(slots)
         rows = zip(self._num_pinned, more, guaranteed, strict=True)
         num_beyond = sum(max(0, held + new - own) for held, new, own in rows)
-        num_free = self.num_usable - len(self._retired) - sum(guaranteed)
-        return max(0, num_beyond - num_free)
+        return max(0, num_beyond - (self._num_slots - sum(guaranteed)))
 
     def pin(self, slots: Iterable[int]) -> None:
+        """See `SlotPool`."""
         for slot in slots:
             if slot not in self._pinned:
                 self._pinned.add(slot)
-                self._num_pinned[self.by_tenant.owners[slot]] += 1
+                self._num_pinned[self.policy.owners[slot]] += 1
 
     def unpin(self, slots: Iterable[int]) -> None:
+        """See `SlotPool`."""
         for slot in self._pinned.intersection(slots):
             self._pinned.discard(slot)
-            self._num_pinned[self.by_tenant.owners[slot]] -= 1
+            self._num_pinned[self.policy.owners[slot]] -= 1
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
         """See `SlotPool`; tenants whose pins exceed their quota are unpinned."""
-        owners = {self.by_tenant.owners[slot] for slot in slots}
-        guaranteed = self.by_tenant.guaranteed
-        return self.num_overpinned() > 0 and any(
+        owners = {self.policy.owners[slot] for slot in slots}
+        guaranteed = self.policy.guaranteed
+        return self.num_overpinned(()) > 0 and any(
             self._num_pinned[o] > guaranteed[o] for o in owners
         )
 
-    def open(self, num_usable: int) -> None:
-        super().open(num_usable)
-        self._recount()
-
-    def grant(self, count: int, salt: str | None = None) -> list[int]:
-        """See `SlotPool`; what others are guaranteed is not free."""
-        policy = self.by_tenant
-        policy.asking, policy.num_asked = self.tenants.number_of(salt), count
-        granted = self._take(count)
-        policy.num_asked = 0
-        for slot in granted:
-            policy.owners[slot] = policy.asking
-        policy.held[policy.asking] += len(granted)
-        return granted
-
-    def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
-        num_empty = len(self._empty)
-        super().release(slots, first)
-        self._emptied(num_empty)
-
-    def _forgotten(self, slots: Sequence[int]) -> None:
-        num_empty = len(self._empty)
-        super()._forgotten(slots)
-        self._emptied(num_empty)
-
-    def _emptied(self, num_before: int) -> None:
-        """Empty slots beyond so many are nobody's from now on."""
-        for slot in self._empty[num_before:]:
-            self.by_tenant.held[self.by_tenant.owners[slot]] -= 1
-
-    def retire(self, slots: Iterable[int]) -> list[int]:
-        """See `SlotPool`; what is retired is nobody's."""
-        retired = super().retire(slots)
-        self._recount()
-        return retired
-
-    def mend(self, leases: Iterable[Sequence[int]]) -> None:
-        super().mend(leases)
-        self._recount()
-
-    def _recount(self) -> None:
-        num_slots = self.num_usable - len(self._retired)
-        self.by_tenant.held = self._held()
-        self._num_pinned = self._count_by_tenant(self._pinned)
-        self.by_tenant.guaranteed = [s * num_slots // WHOLE for s in self.tenants.shares]
-
-    def _held(self) -> list[int]:
-        taken = set(range(self.num_usable - self._num_new)).difference(self._empty, self._retired)
-        return self._count_by_tenant(taken)
-
     def _count_by_tenant(self, slots: Iterable[int]) -> list[int]:
-        found = Counter(map(self.by_tenant.owners.__getitem__, slots))
+        found = Counter(map(self.policy.owners.__getitem__, slots))
         return [found[tenant] for tenant in range(len(self.tenants.labels))]
 
-    def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
-        """See `SlotPool`; also the books of the tenants."""
-        super().check_invariants(leases)
+    def check_invariants(self, taken: Iterable[int]) -> None:
+        """Raise an InvariantError unless the tenants have what was granted for them."""
         is_right = self._count_by_tenant(self._pinned) == self._num_pinned
-        if self._held() != self.by_tenant.held or not is_right:
+        if self._count_by_tenant(taken) != self.policy.held or not is_right:
             raise InvariantError("I8", "the tenants do not have what was granted for them")

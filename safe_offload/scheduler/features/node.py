@@ -12,12 +12,13 @@ from safe_offload.node.pools import TABLE
 from safe_offload.node.table import Table
 from safe_offload.observe.counters import Count
 from safe_offload.scheduler.feature import Answer, Feature
+from safe_offload.scheduler.node.lots import NodeLots
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from safe_offload.protocol import PoolFacts, StepPlan, StepReport
-    from safe_offload.scheduler.node.slots import NodeSlots
+    from safe_offload.scheduler.cache.slots import SlotPool
     from safe_offload.scheduler.planner import Planner
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.private import PrivateBlocks
@@ -43,13 +44,12 @@ class NodePool(Feature):
         private: what only this engine may find; a feature before this.
     """
 
-    def __init__(self, planner: Planner, slots: NodeSlots, private: PrivateBlocks) -> None:
+    def __init__(self, planner: Planner, slots: SlotPool, private: PrivateBlocks) -> None:
         self._planner = planner
         self._counters, self._ranks = planner.counters, planner.ranks
-        self.slots = slots
+        self._slots = slots
         self._private = private
-        slots.keep_private(private.hashes.__contains__)
-        planner.hits.directory.tell_published(slots.publish)
+        self._lots: NodeLots | None = None  # until all ranks have said that they use the pool
         self._pools: dict[int, PoolFacts | None] = {}
         self._is_synced = False
         self._num_lost = 0
@@ -60,7 +60,10 @@ class NodePool(Feature):
         self._is_stalled = False  # and that was said
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        self.slots.wake()
+        self._wake()
+
+    def _wake(self) -> bool:
+        return self._lots is None or self._lots.wake()
 
     def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
         """See `Feature`.
@@ -70,46 +73,51 @@ class NodePool(Feature):
         """
         if self._planner.is_starting:
             return Answer.ASK_AGAIN
-        if not self.slots.wake():
+        if not self._wake():
             return Answer.NO_HIT
-        self._sync()
-        self._num_lost = self.slots.num_lost
+        if self._lots is not None:
+            self._sync(self._lots)
+            self._num_lost = self._lots.num_lost
         return Answer.SEARCH
 
     def is_lost(self) -> bool:
-        before, self._num_lost = self._num_lost, self.slots.num_lost
-        return before != self.slots.num_lost
+        if self._lots is None:
+            return False
+        before, self._num_lost = self._num_lost, self._lots.num_lost
+        return before != self._num_lost
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
-        slots = self.slots
-        self._say_what_is_damaged()
-        is_awake = slots.wake()
-        self._say_if_stalled(now_s, is_awake=is_awake)
-        if is_awake and slots.table is not None:
-            self._sync()
-            slots.balance()
-            if now_s >= self._look_again_s:
-                self._look_again_s = now_s + LOOK_S
-                if num_dead := slots.table.bury(now_s):
-                    logger.info("%d engines of the shared host cache have ended.", num_dead)
+        if self._lots is not None:
+            self._step(self._lots, now_s)
         if self._private.growing:
             self._private.learn()
         self._is_synced = False
+
+    def _step(self, lots: NodeLots, now_s: float) -> None:
+        self._say_what_is_damaged(lots.table)
+        is_awake = lots.wake()
+        self._say_if_stalled(now_s, is_awake=is_awake)
+        if is_awake:
+            self._sync(lots)
+            lots.balance()
+            if now_s >= self._look_again_s:
+                self._look_again_s = now_s + LOOK_S
+                if num_dead := lots.table.bury(now_s):
+                    logger.info("%d engines of the shared host cache have ended.", num_dead)
 
     def planned(self, plan: StepPlan) -> StepPlan:
         self._nap_if_idle()
         return plan
 
-    def _sync(self) -> None:
+    def _sync(self, lots: NodeLots) -> None:
         """Look at what others have changed, once in a step, however many requests ask."""
         if not self._is_synced:
             self._is_synced = True
-            self.slots.sync()
+            lots.sync()
 
-    def _say_what_is_damaged(self) -> None:
+    def _say_what_is_damaged(self, table: Table) -> None:
         """Count and log what the table has that cannot be; leave the pool if that is our place."""
-        table = self.slots.table
-        if table is None or (table.num_damaged == self._num_damaged and not table.lost):
+        if table.num_damaged == self._num_damaged and not table.lost:
             return
         self._counters[Count.DAMAGED_ENTRIES] += table.num_damaged - self._num_damaged
         if not self._num_damaged:
@@ -160,7 +168,7 @@ class NodePool(Feature):
         found = list(self._pools.values())
         pools = [pool for pool in found if pool is not None]
         if not pools:
-            self.slots.stand_alone()
+            self._slots.use_source(None)
             return
         try:
             if len(pools) < len(found) or len({pool.place for pool in pools}) > 1:
@@ -175,7 +183,9 @@ class NodePool(Feature):
                 0, f"the shared host cache {pools[0].place[0]} cannot be used: {error}"
             )
             return
-        self.slots.attach(table)
+        self._lots = NodeLots(self._slots, table, self._counters, self._private.hashes.__contains__)
+        self._slots.use_source(self._lots)
+        self._slots.directory.tell_published(self._lots.publish)
         self._folder = folder
         logger.info(
             "This engine is number %d of %d that share the host cache %s, which has %d slots.",
@@ -186,22 +196,23 @@ class NodePool(Feature):
         )
 
     def gauges(self) -> Mapping[str, float]:
-        table = self.slots.table
-        if table is None:
+        lots = self._lots
+        if lots is None:
             return {}
-        return {"pool_engines": len(table.engines), "own_slots": self.slots.num_own}
+        return {"pool_engines": len(lots.table.engines), "own_slots": lots.num_own}
 
     def _nap_if_idle(self) -> None:
         planner = self._planner
-        if not (planner.book.num_live or len(planner.leases) or planner.has_pending_push_work()):
-            self.slots.nap()
+        is_busy = planner.book.num_live or len(planner.leases) or planner.has_pending_push_work()
+        if self._lots is not None and not is_busy:
+            self._lots.table.nap()
 
     def resetting(self) -> None:
-        self.slots.wake()
+        self._wake()
 
     def reset(self, cause: str | None) -> None:
         """See `Feature`; from now on nothing is shared with engines of the weights of before."""
-        if self.slots.table is not None:
+        if self._lots is not None:
             logger.info(
                 "The weights may have changed with the reset, so this engine and the others no "
                 "longer share blocks in the host cache."
@@ -209,8 +220,8 @@ class NodePool(Feature):
 
     def has_work(self) -> bool:
         """See `Feature`; it has not looked at all yet that others have stored."""
-        return self.slots.is_behind
+        return self._lots is not None and self._lots.is_behind
 
     def shutdown(self) -> None:
-        if self.slots.table is not None:
-            self.slots.table.close()
+        if self._lots is not None:
+            self._lots.table.close()

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from safe_offload.config.tenants import Tenants, TenantsFile
     from safe_offload.observe.counters import Counters
     from safe_offload.protocol import StepPlan
-    from safe_offload.scheduler.cache.tenants import TenantSlots
+    from safe_offload.scheduler.cache.slots import SlotPool
+    from safe_offload.scheduler.cache.tenants import TenantQuotas
     from safe_offload.scheduler.planner import Planner
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.stores.salts import BlockSalts
@@ -36,11 +37,16 @@ class TenantShares(Feature):
     """
 
     def __init__(
-        self, planner: Planner, slots: TenantSlots, salts: BlockSalts, file: TenantsFile
+        self,
+        planner: Planner,
+        slots: SlotPool,
+        quotas: TenantQuotas,
+        salts: BlockSalts,
+        file: TenantsFile,
     ) -> None:
         self._planner = planner
         self._counters = planner.counters
-        self.slots, self.salts, self.file = slots, salts, file
+        self.slots, self.quotas, self.salts, self.file = slots, quotas, salts, file
         self._num_bad = 0
         self._asked: dict[RequestState, int] = {}
         self._labels: dict[str, None] = {}
@@ -50,7 +56,7 @@ class TenantShares(Feature):
     def _use(self, tenants: Tenants) -> None:
         self.count_into(self._counters)  # by the labels of before
         self._planner.note_change()
-        self.slots.use(tenants)
+        self.slots.use_tenants(tenants)
         for label in tenants.labels:  # they become the newest
             self._labels.pop(label, None)
             self._labels[label] = None
@@ -63,7 +69,7 @@ class TenantShares(Feature):
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
         num_asked = self._asked.pop(state, None)
         if num_asked is not None:
-            tenants = self.slots.tenants
+            tenants = self.quotas.tenants
             label = tenants.labels[tenants.number_of(state.request.cache_salt)]
             self._counters[of_tenant("hit_tokens", label)] += num_tokens
             self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
@@ -73,7 +79,7 @@ class TenantShares(Feature):
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
         """See `Feature`; the tenants change between two steps."""
-        if self.file.tenants is not self.slots.tenants:
+        if self.file.tenants is not self.quotas.tenants:
             self._use(self.file.tenants)
         self.salts.begin_step()
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
@@ -88,7 +94,7 @@ class TenantShares(Feature):
         self.salts.end_step()
         if not plan.spills:
             return plan
-        owners, marks = self.slots.by_tenant.owners, self.slots.tenants.marks
+        owners, marks = self.quotas.policy.owners, self.quotas.tenants.marks
         spills = (
             replace(spill, marks=ids_of(marks[owners[slot]] for slot in spill.slot_ids))
             for spill in plan.spills
@@ -96,7 +102,7 @@ class TenantShares(Feature):
         return replace(plan, spills=tuple(spills))
 
     def count_into(self, counters: Counters) -> None:
-        labels, evicted = self.slots.tenants.labels, self.slots.by_tenant.evicted
+        labels, evicted = self.quotas.tenants.labels, self.quotas.policy.evicted
         for number, count in evicted.items():
             counters[of_tenant("evicted_blocks", labels[number])] += count
         evicted.clear()
@@ -107,8 +113,8 @@ class TenantShares(Feature):
     def gauges(self) -> Mapping[str, float]:
         """See `Feature`; labels that the file had stay, at 0."""
         found = {of_tenant(name, label): 0.0 for name in TENANT_GAUGES for label in self._labels}
-        policy, slot_bytes = self.slots.by_tenant, self._planner.options.slot_bytes
-        for number, label in enumerate(self.slots.tenants.labels):
+        policy, slot_bytes = self.quotas.policy, self._planner.options.slot_bytes
+        for number, label in enumerate(self.quotas.tenants.labels):
             found[of_tenant("used_bytes", label)] = policy.held[number] * slot_bytes
             found[of_tenant("guaranteed_bytes", label)] = policy.guaranteed[number] * slot_bytes
         return found

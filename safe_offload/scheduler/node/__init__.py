@@ -1,4 +1,4 @@
-"""Slots of a pool that all engines of a machine share.
+"""The lots of a pool that all engines of a machine share.
 
-Imports cache. Door: `slots.NodeSlots`.
+Imports cache. Door: `lots.NodeLots`.
 """

@@ -12,23 +12,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key, SplitTable
-from safe_offload.scheduler.cache.slots import EngineSlots
+from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.eviction.policy import Lru
 
 
 def pool_of(
     num_slots: int, num_groups: int = 1, policy: str = "lru", num_usable: int | None = None
-) -> EngineSlots:
+) -> SlotPool:
     directory = Directory(num_slots, num_groups)
-    pool = EngineSlots(
-        num_slots, directory, POLICIES[policy](num_slots, directory.hashes), Counters()
-    )
+    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots, directory.hashes), Counters())
     pool.open(num_slots if num_usable is None else num_usable)
     return pool
 
 
-def held_by(pool: EngineSlots) -> list[int]:
+def held_by(pool: SlotPool) -> list[int]:
     return [slot for slot, held in enumerate(pool.directory.hashes) if held is not None]
 
 
@@ -36,7 +34,7 @@ def hashes_of(*names: str) -> list[bytes]:
     return [name.encode() for name in names]
 
 
-def fill(pool: EngineSlots, *names: str) -> list[int]:
+def fill(pool: SlotPool, *names: str) -> list[int]:
     """Slots that hold these and are still leased."""
     slots = pool.grant(len(names))
     pool.directory.begin_store(slots, 0, hashes_of(*names), {})
@@ -207,7 +205,7 @@ def test_a_grant_whose_taker_was_lost_is_free_when_mended():
 )
 def test_a_spoilt_pool_is_seen(spoil, leases, invariant_id):
     policy = Lru(4)
-    pool = EngineSlots(4, Directory(4, 1), policy, Counters())
+    pool = SlotPool(4, Directory(4, 1), policy, Counters())
     pool.open(4)
     fill(pool, "a", "b")
     pool.check_invariants([[0, 1]])
@@ -216,14 +214,14 @@ def test_a_spoilt_pool_is_seen(spoil, leases, invariant_id):
         pool.check_invariants(leases)
 
 
-def fill_unleased(pool: EngineSlots, slot: int) -> None:
+def fill_unleased(pool: SlotPool, slot: int) -> None:
     pool.directory.begin_store([slot], 0, [b"c"], {})
     pool.directory.publish([slot])
 
 
 def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age():
     counters = Counters()
-    pool = EngineSlots(3, Directory(3, 1), Lru(3), counters)
+    pool = SlotPool(3, Directory(3, 1), Lru(3), counters)
     pool.open(3)
     pool.set_time(10.0)
     slots = fill(pool, "a", "b", "c")

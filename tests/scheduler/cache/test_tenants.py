@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safe_offload.config.tenants import Tenants, parse
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.tenants import TenantSlots
+from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.tenants import TenantQuotas
 from safe_offload.scheduler.eviction.policies import POLICIES
 
 NUMBERS = itertools.count()
@@ -23,14 +24,16 @@ def tenants_of(default: int = 0, **shares: int) -> Tenants:
     return parse(json.dumps({"default": f"{default}%", "guaranteed": guaranteed}).encode())
 
 
-def pool_of(num_slots: int, tenants: Tenants, policy: str = "lru") -> TenantSlots:
-    pool = TenantSlots(num_slots, Directory(num_slots, 1), POLICIES[policy], Counters())
+def pool_of(num_slots: int, tenants: Tenants, policy: str = "lru") -> SlotPool:
+    directory = Directory(num_slots, 1)
+    quotas = TenantQuotas(num_slots, directory.hashes, POLICIES[policy])
+    pool = SlotPool(num_slots, directory, quotas.policy, Counters(), quotas=quotas)
     pool.open(num_slots)
-    pool.use(tenants)
+    pool.use_tenants(tenants)
     return pool
 
 
-def take(pool: TenantSlots, salt: str, count: int) -> list[int]:
+def take(pool: SlotPool, salt: str, count: int) -> list[int]:
     """Fill slots for a salt; they are leased still."""
     slots = pool.grant(count, salt)
     pool.directory.begin_store(slots, 0, [b"%d" % next(NUMBERS) for _ in slots], {})
@@ -38,15 +41,15 @@ def take(pool: TenantSlots, salt: str, count: int) -> list[int]:
     return slots
 
 
-def fill(pool: TenantSlots, salt: str, count: int) -> list[int]:
+def fill(pool: SlotPool, salt: str, count: int) -> list[int]:
     """Fill slots for a salt, and let them go."""
     slots = take(pool, salt, count)
     pool.release(slots)
     return slots
 
 
-def held(pool: TenantSlots) -> list[int]:
-    return pool.by_tenant.held
+def held(pool: SlotPool) -> list[int]:
+    return pool.quotas.policy.held
 
 
 def test_free_slots_are_for_all_and_who_is_above_his_share_gives_them_back():
@@ -68,7 +71,7 @@ def test_what_is_above_the_shares_becomes_equal():
     assert held(pool) == [40, 60, 0], "30 above each"
     for _ in range(20):
         fill(pool, "b", 5)
-    above = [now - own for now, own in zip(held(pool), pool.by_tenant.guaranteed, strict=True)]
+    above = [now - own for now, own in zip(held(pool), pool.quotas.policy.guaranteed, strict=True)]
     assert sorted(above) == [13, 13, 14]
     pool.check_invariants(())
 
@@ -127,7 +130,7 @@ def test_an_empty_slot_is_nobodys():
     assert held(pool) == [0, 4]
     pool.retire([slots[1]])
     assert held(pool) == [0, 3]
-    assert pool.by_tenant.guaranteed == [0, 4], "of the nine that are left"
+    assert pool.quotas.policy.guaranteed == [0, 4], "of the nine that are left"
     pool.forget_all()
     assert held(pool) == [0, 0]
 
@@ -135,7 +138,7 @@ def test_an_empty_slot_is_nobodys():
 def test_other_tenants_keep_the_slots_of_their_labels_and_the_order_of_these():
     pool = pool_of(10, tenants_of(0, a=50, b=50))
     of_a, of_b = fill(pool, "a", 4), fill(pool, "b", 5)
-    pool.use(tenants_of(20, b=40, c=40))
+    pool.use_tenants(tenants_of(20, b=40, c=40))
     pool.check_invariants(())
     assert held(pool) == [4, 5, 0]
     assert take(pool, "c", 3)[1:] == [of_a[3], of_a[2]], "c's share is free, or had by a no more"
@@ -154,7 +157,7 @@ def test_no_tenant_within_its_share_ever_loses_a_slot(shares: Sequence[int], ste
     leases: list[list[int]] = []
     for who, count, is_kept in steps:
         number = (who + 1) % 4
-        before, guaranteed = list(held(pool)), list(pool.by_tenant.guaranteed)
+        before, guaranteed = list(held(pool)), list(pool.quotas.policy.guaranteed)
         num_grantable = pool.num_grantable(names[who])
         slots = take(pool, names[who], count)
         assert len(slots) == min(count, num_grantable)

@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from safe_offload.compat import cache_hits
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.slots import EngineSlots
+from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.loads.hits import NO_SLOT, RULES, HostHits, needed
 from tests.simulator.groups import BLOCK_TOKENS, Group
@@ -32,7 +32,7 @@ class Rules(NamedTuple):
     coordinator: Any
 
 
-def rules_of(*groups: str, slots: EngineSlots) -> Rules:
+def rules_of(*groups: str, slots: SlotPool) -> Rules:
     """The rules of a model with these groups, over some slots."""
     made: list[Any] = []
     make_coordinator = cache_hits.make_coordinator
@@ -48,8 +48,8 @@ def rules_of(*groups: str, slots: EngineSlots) -> Rules:
     return Rules(hits, made[0])
 
 
-def slots_of(num_groups: int, num_slots: int = 40) -> EngineSlots:
-    slots = EngineSlots(num_slots, Directory(num_slots, num_groups), Lru(num_slots), Counters())
+def slots_of(num_groups: int, num_slots: int = 40) -> SlotPool:
+    slots = SlotPool(num_slots, Directory(num_slots, num_groups), Lru(num_slots), Counters())
     slots.open(num_slots)
     return slots
 

@@ -63,7 +63,7 @@ class ReferenceChecker:
         slots = planner.hits.slots
         directory = planner.hits.directory
         num_bad = len(self._ledger.bad_slots)
-        num_parked = len(slots.parked) if core.node is not None else 0  # which others read
+        num_parked = 0 if slots.source is None else len(slots.source.parked)  # which others read
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": found.leases,

@@ -20,13 +20,13 @@ class TenantChecker:
         self._requests: list[Any] = []
         self._salts: dict[bytes, str | None] = {}
         self._labels: dict[int, str] = {}
-        self._tenants: Tenants = self._slots.tenants
+        self._tenants: Tenants = self._slots.quotas.tenants
         self._lost: dict[int, tuple[Counter[str], Counter[str]]] = {}
         """By granted slot: how many slots each tenant lost to that grant, and might have lost."""
         self.num_paid = 0
         """Grants for which another tenant gave slots."""
         tap(core.connector, "on_new_request", self._see_request)
-        tap(self._slots, "use", self._see_use)
+        tap(self._slots, "use_tenants", self._see_use)
         tap(self._slots, "grant", self._see_grant)
         tap(self._directory, "begin_store", self._see_store)
 

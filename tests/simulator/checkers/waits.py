@@ -106,7 +106,7 @@ class WaitChecker:
     def _is_starting(self) -> bool:
         """Whether an engine that shares its pool has not heard from its ranks where that is."""
         core = self._core
-        return core.node is not None and core.connector.side.hits.slots.table is None
+        return core.node is not None and core.connector.side.hits.slots.source is None
 
     def _is_held_up(self) -> bool:
         """Whether vLLM has blocks for a request whose load failed, or had landed at a reset.

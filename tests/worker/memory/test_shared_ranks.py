@@ -10,7 +10,7 @@ from safe_offload.layout import PAGE_BYTES
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import BadSlots, FailureReason, StepPlan, Transfer
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.slots import EngineSlots
+from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.worker import opening as opening_module
@@ -128,7 +128,7 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
     monkeypatch.setattr(opening_module, "share_memory", share)
     workers = make_ranks(extra={"self_test": "off"})
     counters = Counters()
-    ranks = Ranks(NUM_RANKS, EngineSlots(12, Directory(12, 1), Lru(12), counters), counters)
+    ranks = Ranks(NUM_RANKS, SlotPool(12, Directory(12, 1), Lru(12), counters), counters)
     for worker in workers:
         worker.settle()
         (facts,) = worker.reports[0].host_facts

@@ -3,7 +3,7 @@
 A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
 its answer does, if the host has that. A block may be pinned while it is still being stored. All
 pins together hold at most a share of the slots, and of a prompt that has not the room its head.
-With tenants see `TenantSlots.num_overpinned`. What many prompts begin with is leased once: slots
+With tenants see `TenantQuotas.num_overpinned`. What many prompts begin with is leased once: slots
 are in a tree, as prompts are. Of each slot, a pin that comes or goes touches what is its own.
 
 A request uses a pin if its prompt begins with what is pinned. The time of a pin begins anew when

@@ -76,7 +76,7 @@ def test_what_is_overwritten_while_it_is_read_is_not_found(start, monkeypatch):
 
     monkeypatch.setattr(table_module, "fence", overwrite)
     assert other.find(A) == []
-    assert other.slots.table.num_damaged == 0
+    assert other.table.num_damaged == 0
 
 
 def test_what_others_have_is_not_stored_again(start):
@@ -100,7 +100,7 @@ def test_an_engine_overwrites_nothing_that_a_guest_has_leased(start):
     granted = one.slots.grant(SLOTS)
     assert set(granted) == set(slots) - set(lease.slots)
     assert other.counters == {Count.BORROWED_BLOCKS: 3}
-    assert (one.slots.num_own, other.slots.num_own) == (USABLE, 0)
+    assert (one.lots.num_own, other.lots.num_own) == (USABLE, 0)
     one.slots.release(granted)
     assert one.slots.num_leased == 0  # what waits for guests is no leak
     one.check()
@@ -154,10 +154,10 @@ def test_a_slot_that_was_overwritten_since_it_was_seen_is_not_leased(start):
     one.store(*many(USABLE))
     other.find(*many(3))
     one.store(*many(USABLE, prompt=2))
-    num_lost = other.slots.num_lost
+    num_lost = other.lots.num_lost
     found = other.slots.directory.find_run(0, many(3))
     lease = other.leases.lease(LeaseKind.MATCH, found)
-    assert other.slots.num_lost == num_lost + 3
+    assert other.lots.num_lost == num_lost + 3
     assert other.counters[Count.LOST_BLOCKS] == 3
     assert other.slots.directory.find_run(0, many(3)) == []
     other.check()
@@ -213,7 +213,7 @@ def test_a_block_that_is_stored_while_a_lot_brings_it_is_there_once(start):
     one, other = start(), start()
     lease = other.begin(A)
     one.store(A, B)
-    other.slots.sync()
+    other.lots.sync()
     other.check()
     other.end(lease)
     die(one, other)
@@ -251,7 +251,7 @@ def test_after_a_reset_nothing_of_before_is_found_nor_given(start):
 
 def test_private_blocks_are_found_by_their_engine_only(start):
     one, other = start(), start()
-    one.slots.keep_private({A}.__contains__)
+    one.private.add(A)
     slots = one.store(A, B)
     assert one.find(A, B) == slots
     assert other.find(A) == []
@@ -264,13 +264,13 @@ def test_an_engine_that_needs_room_gets_its_share_of_one_that_works(start):
     assert other.slots.grant(1) == []
     granted = []
     for _ in range(USABLE):
-        one.slots.balance()
+        one.lots.balance()
         one.check()
         granted += other.slots.grant(USABLE // 2 - len(granted))
     assert len(granted) == USABLE // 2
     other.slots.release(granted)
     other.check()
-    one.slots.balance()
+    one.lots.balance()
     assert len(one.slots.grant(SLOTS)) == USABLE // 2
 
 
@@ -278,10 +278,10 @@ def test_an_engine_that_naps_gives_its_surplus_without_running(start):
     one, other = start(), start()
     one.store(*many(USABLE))
     assert other.slots.grant(1) == []
-    one.slots.nap()
+    one.table.nap()
     granted = other.slots.grant(SLOTS)
     assert len(granted) == USABLE // 2
-    assert one.slots.wake()
+    assert one.lots.wake()
     one.check()
     assert len(one.slots.grant(SLOTS)) == USABLE - USABLE // 2
 
@@ -294,10 +294,10 @@ def test_an_engine_that_lost_many_lots_asleep_goes_through_its_empty_slots_once(
             one, other = Engine(num_slots), Engine(num_slots)
             num_usable = len(one.slots.grant(num_slots))
             one.slots.release(range(num_slots - num_usable, num_slots))
-            one.slots.nap()
+            one.table.nap()
             assert len(other.slots.grant(num_slots)) >= num_usable // 2
             counter = HookCounter()
-            assert counter.wrap("wake", one.slots.wake)()
+            assert counter.wrap("wake", one.lots.wake)()
             for engine in (one, other):
                 engine.close()
             return counter.total.instructions
@@ -307,7 +307,7 @@ def test_an_engine_that_lost_many_lots_asleep_goes_through_its_empty_slots_once(
 
 def test_an_engine_that_naps_writes_nothing(start):
     one = start()
-    one.slots.nap()
+    one.table.nap()
     assert one.slots.grant(1) == []
 
 
@@ -318,7 +318,7 @@ def test_a_lot_is_not_given_while_something_is_stored_in_it(start):
     one.leases.lease(LeaseKind.MATCH, one.find(*many(USABLE - 4)))
     other.slots.grant(1)
     for _ in range(3):  # the last lot has slots that are evictable
-        one.slots.balance()
+        one.lots.balance()
         one.check()
         assert other.slots.grant(1) == []
     one.end(lease)
@@ -331,7 +331,7 @@ def test_what_is_leased_in_a_lot_that_is_given_stays(start):
     other.slots.grant(1)
     granted = []
     for _ in range(USABLE):
-        one.slots.balance()
+        one.lots.balance()
         one.check()
         granted += other.slots.grant(USABLE // 2 - len(granted))
     assert slots[-2] in granted
