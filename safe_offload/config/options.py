@@ -19,10 +19,11 @@ from safe_offload.config.settings import (
     MAX_BYTES_PER_RANK,
     choice,
     count,
+    directory,
+    file,
     fix_of_unknown,
     refuse,
     sampling,
-    scaled,
     seconds,
     setting,
     settings_of,
@@ -35,11 +36,8 @@ from safe_offload.config.tier_list import tiers
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import (
     MAX_CAPACITY_BYTES,
-    OWN,
     FileConfig,
     TierConfig,
-    directory,
-    file,
 )
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
@@ -310,7 +308,7 @@ def _directory_tier(written: other_connectors.Directory) -> TierConfig:
     location = Location("file", directory().read(written.path_key, written.path))
     if written.bound is None:
         return FileConfig(location)
-    kind = scaled(OWN[FileConfig]["capacity_bytes"].kind, MAX_CAPACITY_BYTES, written.unit_bytes)
+    kind = size(MAX_CAPACITY_BYTES, unit_bytes=written.unit_bytes)
     return FileConfig(location, capacity_bytes=kind.read(written.bound_key, written.bound))
 
 

@@ -1,16 +1,29 @@
-"""Kinds of settings: each reads one value, or says what is allowed and what to write instead."""
+"""Kinds of settings: pydantic reads a value; a refusal says what is allowed and what to write.
+
+To add a kind, write a type for pydantic, what it allows in words, and the fix.
+"""
 
 import dataclasses
 import difflib
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
-from safe_offload.config.printing import shown
-from safe_offload.config.units import GIB, KIB, TIB, format_bytes
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+)
+
+from safe_offload.config.printing import NOT_SHOWN, shown
+from safe_offload.config.units import KIB, TIB, format_bytes
 from safe_offload.errors import ConfigError
 
 # Less than one memory page is never a size: it is a number of GiB written without its unit.
@@ -34,20 +47,70 @@ _SIZE_PATTERN: Final = re.compile(
 UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 _SIZE_LENGTH_MAX: Final = 40
-TEXT_LENGTH_MAX: Final = 100
+_TEXT_LENGTH_MAX: Final = 100
+_ENDPOINT_LENGTH_MAX: Final = 255
+
+_PROBLEMS: Final = {
+    "bool_type": "this is {type}, not a boolean",
+    "finite_number": "this is not a finite number",
+    "float_type": "it is out of range",
+    "greater_than": "it is not more than {gt:g}",
+    "greater_than_equal": "it is too small",
+    "int_from_float": "it has a fraction",
+    "less_than_equal": "it is too large",
+    "literal_error": "unknown value",
+    "string_type": "this is not a string",
+    "string_unicode": "it contains unprintable characters",
+}
+"""What is wrong, by the error of pydantic, with its context and the type of the value."""
 
 
-@dataclass(frozen=True, slots=True)
+class WrongError(ValueError):
+    """What is wrong with a value; the fix and the allowed values, if not those of its kind.
+
+    A value that `is_hidden` may hold anything, and is not shown.
+    """
+
+    def __init__(
+        self, problem: str, fix: str = "", allowed: str = "", *, is_hidden: bool = False
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.fix = fix
+        self.allowed = allowed
+        self.is_hidden = is_hidden
+
+
 class Kind:
     """What the values of a setting have in common.
 
-    Attributes:
-        allowed: what may be written, in a few words.
-        read: from a key and the value that was written to what it means, or to a ConfigError.
+    Args:
+        type: of the values, for pydantic.
+        allowed: what may be written, in words.
+        fix: what to write instead; `{key}` stands for the key.
+        short: `allowed` in a table, if that is shorter.
     """
 
-    allowed: str
-    read: Callable[[str, object], Any]
+    def __init__(self, type: Any, allowed: str, fix: str, short: str = "") -> None:
+        self.allowed = short or allowed
+        self._allowed = allowed
+        self._fix = fix
+        self._type: TypeAdapter[Any] = TypeAdapter(type)
+
+    def read(self, key: str, value: object) -> Any:
+        """Return what a value means, or raise a ConfigError."""
+        try:
+            return self._type.validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+        context = first.get("ctx", {})
+        wrong = context.get("error")
+        if not isinstance(wrong, WrongError):
+            problem = _PROBLEMS.get(first["type"], first["msg"])
+            wrong = WrongError(problem.format(type=_type_name(value), **context))
+        fix = (wrong.fix or self._fix).replace("{key}", key)
+        found = NOT_SHOWN if wrong.is_hidden else value
+        return refuse(key, found, wrong.problem, wrong.allowed or self._allowed, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +124,7 @@ class Setting:
     kind: Kind
     default: object
     help: str
-    elsewhere: str
+    elsewhere: str = ""
 
 
 class NestedKey(str):
@@ -89,117 +152,83 @@ def setting(
 ) -> Any:
     """Return the field of a dataclass that is a setting; `key` if it is not the field's name."""
     value = None if default is None else kind.read(key, default)
-    metadata = {"setting": (key, kind, default, help, elsewhere)}
+    metadata = {"setting": Setting(key, kind, default, help, elsewhere)}
     return dataclasses.field(default=value, repr=not is_secret, metadata=metadata)
 
 
 def settings_of(config_class: Any) -> dict[str, Setting]:
     """Return the settings of a dataclass, by the names of their fields."""
-    fields = (field for field in dataclasses.fields(config_class) if field.metadata)
-    rows = ((field.name, *field.metadata["setting"]) for field in fields)
-    return {name: Setting(key or name, *rest) for name, key, *rest in rows}
+    return {
+        field.name: dataclasses.replace(row, key=row.key or field.name)
+        for field in dataclasses.fields(config_class)
+        for row in field.metadata.values()
+    }
 
 
-def size(maximum: int, *, num_ranks: int = 1) -> Kind:
-    """Return the kind of a number of bytes; `num_ranks` share it, and each must get enough."""
+def size(maximum: int, *, num_ranks: int = 1, unit_bytes: int = 1) -> Kind:
+    """Return the kind of a number of bytes.
+
+    Args:
+        num_ranks: that share it; each must get enough.
+        unit_bytes: of a number without a unit.
+    """
     minimum = MIN_SIZE_BYTES * num_ranks
     among = f" for {num_ranks} ranks" if num_ranks > 1 else ""
-    allowed = f"{_SIZE_FORMS}, {format_bytes(minimum)}{among} to {format_bytes(maximum)}"
+    fix = 'write a size with its unit, such as "{key}": "64GiB"'
 
-    def read(key: str, value: object) -> int:
+    def read(value: object) -> object:
         if isinstance(value, str):
-            size_bytes = _size_from_string(key, value)
-        else:
-            size_bytes = _integer(key, value, _SIZE_FORMS, '"64GiB"')
+            return _size_from_string(value)
+        number = _number(value)
+        is_in_units = unit_bytes > 1 and abs(number) <= maximum  # not if it is no number
+        return int(number * unit_bytes) if is_in_units else number
+
+    def check(size_bytes: int) -> int:
         if minimum <= size_bytes <= maximum:
             return size_bytes
-        fix = f"write a size with its unit, such as {_example(key)}"
+        if size_bytes > maximum:
+            raise WrongError("it is too large")
         if size_bytes < 0:
-            problem = "it is negative"
-        elif size_bytes == 0:
-            problem = "it is zero"
-            fix += ", or remove the connector to run without one"
-        elif size_bytes > maximum:
-            problem = "it is too large"
-        else:
-            problem = f"{size_bytes} bytes is too small{among}"
-            if size_bytes < MIN_SIZE_BYTES and not isinstance(value, str):
-                # 64 means GiB: the unit is missing.
-                units = f'"{size_bytes}GiB" or "{size_bytes}MiB"'
-                fix = f"a plain number is in bytes; add a unit, such as {units}"
-        refuse(key, value, problem, allowed, fix)
+            raise WrongError("it is negative")
+        if size_bytes == 0:
+            raise WrongError("it is zero", f"{fix}, or remove the connector to run without one")
+        # 64 means GiB: the unit is missing.
+        units = f'"{size_bytes}GiB" or "{size_bytes}MiB"'
+        unit = f"a plain number is in bytes; add a unit, such as {units}"
+        problem = f"{size_bytes} bytes is too small{among}"
+        raise WrongError(problem, unit if size_bytes < MIN_SIZE_BYTES else "")
 
-    return Kind(f'a size, such as "64GiB"; at most {maximum // TIB} TiB', read)
-
-
-def scaled(kind: Kind, maximum: int, unit_bytes: int) -> Kind:
-    """Return the kind of a size that may be a number of units, or a string as of `kind`."""
-    unit = f"{unit_bytes:,} bytes" if unit_bytes > 1 else "bytes"
-    ends = (round(end / unit_bytes, 6) for end in (MIN_SIZE_BYTES, maximum))
-    allowed = "a number of {}, from {:g} to {:g}".format(unit, *ends)
-
-    def read(key: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return kind.read(key, value)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and MIN_SIZE_BYTES <= value * unit_bytes <= maximum:
-            return int(value * unit_bytes)
-        fix = f'write "{key}": {100 * GIB // unit_bytes}, or omit it for no limit'
-        refuse(key, value, "this is not such a size", allowed, fix)
-
-    return Kind(allowed, read)
+    return Kind(
+        Annotated[int, BeforeValidator(read), AfterValidator(check)],
+        f"{_SIZE_FORMS}, {format_bytes(minimum)}{among} to {format_bytes(maximum)}",
+        fix,
+        f'a size, such as "64GiB"; at most {maximum // TIB} TiB',
+    )
 
 
 def count(minimum: int, maximum: int, *, example: int, word: str = "") -> Kind:
     """Return the kind of an integer; there may be a word that stands for None."""
     allowed = f"an integer from {minimum} to {maximum}"
-    more = ""
-    if word:
-        allowed, more = f'"{word}", or {allowed}', f', or the word "{word}"'
-
-    def read(key: str, value: object) -> int | None:
-        if word and isinstance(value, str) and value == word:
-            return None
-        fix = f'write the number without quotes, such as "{key}": {example}{more}'
-        if isinstance(value, str):
-            refuse(key, value, "this is a string", allowed, fix)
-        number = _integer(key, value, allowed, str(example))
-        if minimum <= number <= maximum:
-            return number
-        problem = "it is too large" if number > maximum else "it is too small"
-        refuse(key, value, problem, allowed, fix)
-
-    return Kind(allowed, read)
+    fix = f'write an integer without quotes, such as "{{key}}": {example}'
+    number = Annotated[int, BeforeValidator(_integer), Field(ge=minimum, le=maximum)]
+    if not word:
+        return Kind(number, allowed, fix)
+    read = WrapValidator(lambda value, read: None if value == word else read(value))
+    allowed, fix = f'"{word}", or {allowed}', f'{fix}, or the word "{word}"'
+    return Kind(Annotated[number, read], allowed, fix)
 
 
 def seconds(maximum: int) -> Kind:
     """Return the kind of a time of more than 0 seconds."""
     allowed = f"seconds, more than 0 and at most {maximum}"
-
-    def read(key: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            problem = f"this is {_type_name(value)}, not a number"
-        elif 0 < value <= maximum:  # false too for what is not a number
-            return float(value)
-        else:
-            problem = "it is too large" if value > maximum else "it is not more than 0"
-        fix = f'write the number of seconds without quotes, such as "{key}": 30'
-        refuse(key, value, problem, allowed, fix)
-
-    return Kind(allowed, read)
+    fix = 'write the number of seconds without quotes, such as "{key}": 30'
+    return Kind(Annotated[_Float, Field(gt=0, le=maximum)], allowed, fix)
 
 
 def share(maximum: float) -> Kind:
     """Return the kind of a part of a whole, as a fraction."""
-    allowed = f"a number from 0 to {maximum}"
-
-    def read(key: str, value: object) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= maximum:
-            return float(value)
-        fix = f'write the number without quotes, such as "{key}": 0.3'
-        refuse(key, value, "this is not a number in that range", allowed, fix)
-
-    return Kind(allowed, read)
+    fix = 'write the number without quotes, such as "{key}": 0.3'
+    return Kind(Annotated[_Float, Field(ge=0, le=maximum)], f"a number from 0 to {maximum}", fix)
 
 
 def read_duration(text: str) -> float | None:
@@ -210,38 +239,35 @@ def read_duration(text: str) -> float | None:
 
 def duration(maximum_s: int) -> Kind:
     """Return the kind of a time that may have a unit: 90, "90s", "15m", "12h" or "7d"."""
-    allowed = f'seconds, or a string such as "15m", "12h" or "7d"; at most {maximum_s // 86400}d'
 
-    def read(key: str, value: object) -> float:
-        found_s: float = 0.0
-        if isinstance(value, str):
-            found_s = read_duration(value) or 0.0
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found_s = float(value) if 0 < value <= maximum_s else 0.0
-        if 1 <= found_s <= maximum_s:
-            return found_s
-        problem = f"the duration must be at least 1 s and at most {maximum_s // 86400}d"
-        refuse(key, value, problem, allowed, f'write "{key}": "7d" for a week')
+    def read(value: object) -> object:
+        found_s = read_duration(value) if isinstance(value, str) else value
+        if found_s is None:
+            raise WrongError("this is not a duration")
+        return found_s
 
-    return Kind(allowed, read)
+    return Kind(
+        Annotated[_Float, BeforeValidator(read), Field(ge=1, le=maximum_s)],
+        f'seconds, or a string such as "15m", "12h" or "7d"; at most {maximum_s // 86400}d',
+        'write "{key}": "7d" for a week',
+    )
 
 
 def sampling() -> Kind:
     """Return the kind of one in how many: 0 for "off", 1 for "load", N for "sample:N"."""
-    allowed = '"off", "load" (every loaded slot) or "sample:N" (one in N, N from 1 to 999999999)'
 
-    def read(key: str, value: object) -> int:
-        problem = "unknown mode"
-        if not isinstance(value, str):
-            problem = f"this is {_type_name(value)}, not a string"
-        elif value in ("off", "load"):
-            return int(value == "load")
-        elif re.fullmatch("sample:0*[1-9][0-9]*", value, re.ASCII) and len(value) <= 16:
-            return int(value[7:])
-        fix = f'write "{key}": "load", or omit the key to verify nothing'
-        refuse(key, value, problem, allowed, fix)
+    def read(word: str) -> int:
+        if word in ("off", "load"):
+            return int(word == "load")
+        if re.fullmatch("sample:0*[1-9][0-9]*", word, re.ASCII) and len(word) <= 16:
+            return int(word[7:])
+        raise WrongError("unknown mode")
 
-    return Kind(allowed, read)
+    return Kind(
+        Annotated[_Text, AfterValidator(read)],
+        '"off", "load" (every loaded slot) or "sample:N" (one in N, N from 1 to 999999999)',
+        'write "{key}": "load", or omit the key to verify nothing',
+    )
 
 
 def choice(
@@ -254,48 +280,94 @@ def choice(
     `aliases` are accepted too, by what they stand for; no message recommends them.
     """
     meanings = words if isinstance(words, Mapping) else dict(zip(words, words, strict=True))
-    allowed = ", ".join(f'"{word}"' for word in words)
 
-    def read(key: str, value: object) -> object:
-        if isinstance(value, str):
-            value = (aliases or {}).get(value, value)
-            if value in meanings:
-                return meanings[value]
-        fix = f'write "{key}": "{next(iter(words))}", or omit it'
-        refuse(key, value, "unknown value", allowed, fix)
+    def read(value: object) -> object:
+        return (aliases or {}).get(value, value) if isinstance(value, str) else value
 
-    return Kind(allowed, read)
+    word: Any = Literal[tuple(words)]
+    return Kind(
+        Annotated[word, BeforeValidator(read), AfterValidator(meanings.__getitem__)],
+        ", ".join(f'"{word}"' for word in words),
+        f'write "{{key}}": "{next(iter(words))}", or omit it',
+    )
 
 
 def switch() -> Kind:
     """Return the kind of a boolean, which may also be written as a word."""
-    words = {"true": True, "false": False}
 
-    def read(key: str, value: object) -> bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in words:
-            return words[value.lower()]
-        problem = f"this is {_type_name(value)}, not a boolean"
-        allowed = "true or false (True or False in Python), without quotes"
-        refuse(key, value, problem, allowed, f'write "{key}": true or "{key}": false')
+    def read(value: object) -> object:
+        words = {"true": True, "false": False}
+        return words.get(value.lower(), value) if isinstance(value, str) else value
 
-    return Kind("true or false", read)
+    return Kind(
+        Annotated[bool, Field(strict=True), BeforeValidator(read)],
+        "true or false (True or False in Python), without quotes",
+        'write "{key}": true or "{key}": false',
+        "true or false",
+    )
 
 
 def text() -> Kind:
     """Return the kind of a short text."""
-    allowed = f"a string of at most {TEXT_LENGTH_MAX} printable characters"
 
-    def read(key: str, value: object) -> str:
-        problem = f"this is {_type_name(value)}, not a string"
-        if isinstance(value, str):
-            if len(value) <= TEXT_LENGTH_MAX and value.isprintable():
-                return value
-            problem = "it is too long, or contains unprintable characters"
-        refuse(key, value, problem, allowed, f'write "{key}": "prod", or omit it')
+    def check(value: str) -> str:
+        if len(value) <= _TEXT_LENGTH_MAX and value.isprintable():
+            return value
+        raise WrongError("it is too long, or contains unprintable characters")
 
-    return Kind("a string", read)
+    return Kind(
+        Annotated[_Text, AfterValidator(check)],
+        f"a string of at most {_TEXT_LENGTH_MAX} printable characters",
+        'write "{key}": "prod", or omit it',
+        "a string",
+    )
+
+
+def file() -> Kind:
+    """Return the kind of the path of a file; to open a pipe there would wait for its other end."""
+
+    def check(path: str) -> str:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise WrongError("it is not a regular file")
+        return path
+
+    what = "the absolute path of a file"
+    fix = 'write "{key}": "/run/secrets/{key}"'
+    return Kind(Annotated[_Path, AfterValidator(check)], what, fix)
+
+
+def directory() -> Kind:
+    """Return the kind of the path of a directory."""
+    what = "the absolute path of a directory"
+    return Kind(_Path, f"{what}, but not /", 'write "{key}": "/mnt/nvme/kv"', what)
+
+
+def endpoint() -> Kind:
+    """Return the kind of the address of an object store."""
+
+    def check(value: str) -> str:
+        scheme, separator, machine = value.partition("://")
+        is_url = scheme.lower() in ("http", "https") and separator and machine.strip("/")
+        if any(mark in value for mark in "@?#"):
+            raise WrongError("credentials are not allowed here: use the environment or a role")
+        if not is_url or not value.isprintable() or len(value) > _ENDPOINT_LENGTH_MAX:
+            raise WrongError("this is not an address")
+        return value.rstrip("/")
+
+    return Kind(
+        Annotated[_Text, AfterValidator(check)],
+        "http:// or https://, a host name and optionally a port",
+        'write "{key}": "https://minio.internal:9000", or omit it for the cloud\'s own',
+    )
+
+
+def problem_of_path(path: str) -> str:
+    """Return what is wrong with the path of a directory, or nothing."""
+    if not path.startswith("/"):
+        return "the path is not absolute"
+    if not path.isprintable():
+        return "the path contains unprintable characters"
+    return "the root of a file system cannot be a tier" if not path.strip("/.") else ""
 
 
 def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoReturn:
@@ -320,30 +392,37 @@ def fix_of_unknown(key: object, known: Sequence[str]) -> str:
     return f'write "{nearest[0]}" if you mean that, else remove it' if nearest else "remove it"
 
 
-def _example(key: str) -> str:
-    return f"{key} 64GiB" if key.startswith("--") else f'"{key}": "64GiB"'
-
-
 def _type_name(value: object) -> str:
     """Return the name of a value's type as users of JSON and Python know it."""
     return "null (None)" if value is None else f"a value of type {type(value).__name__}"
 
 
-def _integer(key: str, value: object, allowed: str, example: str) -> int:
-    """Return an integer, or a float without fraction, as the integer that it is."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__int__(value)
-    if isinstance(value, float) and float.is_integer(value):
-        return int(value)
-    if not isinstance(value, float):
-        problem = f"this is {_type_name(value)}, not a number"
-    else:
-        problem = "it has a fraction" if math.isfinite(value) else "this is not a finite number"
-    fix = f'write "{key}": {example}, or omit the key for its default'
-    refuse(key, value, problem, allowed, fix)
+def _number(value: object) -> int | float:
+    """Return a value that is a number; pydantic takes booleans and digits in a string too."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_whole = isinstance(value, float) and value.is_integer()
+        return int(value) if is_whole else value
+    raise WrongError(f"this is {_type_name(value)}, not a number")
 
 
-def _size_from_string(key: str, value: str) -> int:
+def _integer(value: object) -> int | float:
+    if isinstance(value, str):
+        raise WrongError("this is a string")
+    return _number(value)
+
+
+def _absolute(path: str) -> str:
+    if problem := problem_of_path(path):
+        raise WrongError(problem)
+    return os.path.normpath(path)
+
+
+_Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+_Text = Annotated[str, Field(strict=True)]
+_Path = Annotated[_Text, AfterValidator(_absolute)]
+
+
+def _size_from_string(value: str) -> int:
     """Return the bytes that a string such as "64GiB", "1.5 TB" or "8589934592" means.
 
     Units do not depend on case. A bare letter is refused, because it is 1000**n to some and
@@ -353,18 +432,20 @@ def _size_from_string(key: str, value: str) -> int:
     text = value.strip() if len(value) <= _SIZE_LENGTH_MAX else ""
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
-        problem = "a size cannot be negative" if text.startswith("-") else "this is not a size"
-        refuse(key, value, problem, _SIZE_FORMS, f"write {_example(key)}")
+        raise WrongError(
+            "a size cannot be negative" if text.startswith("-") else "this is not a size"
+        )
     number, unit = match["number"], match["unit"]
     unit_bytes = _UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:
         letter = unit.upper() if unit.lower() in ("k", "m", "g", "t", "p") else ""
-        problem = f"the unit {unit!r} is {'ambiguous' if letter else 'unknown'}"
-        allowed = f"{_SIZE_FORMS}; units are B, KiB to PiB and KB to PB"
-        fix = f'write "{number}{letter or "G"}iB" or "{number}{letter or "G"}B"'
-        refuse(key, value, problem, allowed, fix)
+        raise WrongError(
+            f"the unit {unit!r} is {'ambiguous' if letter else 'unknown'}",
+            f'write "{number}{letter or "G"}iB" or "{number}{letter or "G"}B"',
+            f"{_SIZE_FORMS}; units are B, KiB to PiB and KB to PB",
+        )
     exact: Fraction = Fraction(number.replace("_", "")) * unit_bytes
     if unit_bytes == 1 and exact.denominator != 1:
         fix = f'write it with the unit that you mean, such as "{number}GiB"'
-        refuse(key, value, "a number of bytes has no fraction", _SIZE_FORMS, fix)
+        raise WrongError("a number of bytes has no fraction", fix)
     return math.floor(exact)

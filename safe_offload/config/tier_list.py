@@ -27,10 +27,14 @@ MIXED_KEYS: Final = (
 )
 
 
-def tiers() -> Kind:
-    """Return the kind of a list of tiers, nearest first."""
+class _Tiers(Kind):
+    """The kind of a list of tiers, nearest first."""
 
-    def read(key: str, value: object) -> tuple[TierConfig, ...]:
+    def __init__(self) -> None:
+        self.allowed = 'a list of mappings, each with a "url"'
+
+    def read(self, key: str, value: object) -> tuple[TierConfig, ...]:
+        """See `Kind`."""
         allowed = f"a list of 0 to {MAX_TIERS} mappings, the nearest tier first"
         fix = f'write "{key}": {_EXAMPLE}, or leave it out'
         if not isinstance(value, list | tuple):
@@ -52,7 +56,10 @@ def tiers() -> Kind:
             _require_alike(found, value, place)
         return tuple(found)
 
-    return Kind('a list of mappings, each with a "url"', read)
+
+def tiers() -> Kind:
+    """Return the kind of a list of tiers, nearest first."""
+    return _Tiers()
 
 
 def _read_tier(key: str, place: str, written: object) -> TierConfig:

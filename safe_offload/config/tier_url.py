@@ -10,9 +10,10 @@ import os
 import re
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import SplitResult, unquote
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from safe_offload.config.printing import shown, without_secrets
+from safe_offload.config.settings import WrongError, problem_of_path
 
 FILE: Final = "file"
 SERVERS: Final = ("redis", "rediss", "unix")
@@ -72,108 +73,102 @@ class Location:
         return f"{self.scheme}://{self.path}{query}"
 
 
-def problem_of_path(path: str) -> str:
-    """Return what is wrong with the path of a directory, or nothing."""
-    if not path.startswith("/"):
-        return "the path is not absolute"
-    if not path.isprintable():
-        return "the path contains unprintable characters"
-    return "the root of a file system cannot be a tier" if not path.strip("/.") else ""
+def fix_with(path: str) -> str:
+    """Return the fix with a path that was probably meant; nothing if it may not be printed."""
+    can_be_shown = len(path) <= PATH_LENGTH_SHOWN and path == without_secrets(path)
+    is_good = can_be_shown and not problem_of_path(path)
+    return f'write "{URL_KEY}": "file://{path}"' if is_good else ""
 
 
-def can_be_shown(path: str) -> bool:
-    """Return whether a path is short and without secrets."""
-    return len(path) <= PATH_LENGTH_SHOWN and path == without_secrets(path)
-
-
-def read_file(rest: str) -> tuple[Location, str, str]:
-    """Return the location of a directory, what is wrong with it, and perhaps a fix."""
+def read_file(scheme: str, rest: str) -> Location:
+    """Read the url of a directory."""
     machine, slash, written = rest.partition("/")
     path = unquote(slash + written)
-    problem, fix = problem_of_path(path), ""
+    if machine in (".", "..", "~"):
+        meant = os.path.abspath(os.path.expanduser(unquote(rest)))
+        raise WrongError("the path is not absolute", fix_with(meant))
     if machine not in ("", "localhost"):
-        what = shown(machine) if can_be_shown(rest) else "something"
-        problem = f"{what} takes the place of a host name; write three slashes"
-        if machine in (".", "..", "~"):
-            problem = "the path is not absolute"
-            path = os.path.abspath(os.path.expanduser(unquote(rest)))
-            if not problem_of_path(path) and can_be_shown(path):
-                fix = f'write "{URL_KEY}": "file://{path}"'
-        elif not problem_of_path(f"/{machine}{path}") and can_be_shown(rest):
-            fix = f'write "{URL_KEY}": "file:///{rest}"'
-    elif "?" in written or "#" in written:
-        problem = 'a path with "?" or "#" must be written with %3F or %23'
-    return Location(FILE, os.path.normpath(path)), problem, fix
+        fix = fix_with(f"/{rest}")
+        what = shown(machine) if fix else "something"
+        raise WrongError(f"{what} takes the place of a host name; write three slashes", fix)
+    if "?" in written or "#" in written:
+        raise WrongError('a path with "?" or "#" must be written with %3F or %23')
+    if problem := problem_of_path(path):
+        raise WrongError(problem)
+    return Location(scheme, os.path.normpath(path))
 
 
-def read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
+def read_server(scheme: str, rest: str) -> Location:
     """Read the url of a Valkey or Redis server."""
-    host, path = url.hostname or "", url.path.strip("/")
-    found = Location(
-        scheme,
-        host=host,
-        port=url.port or DEFAULT_PORT,
-        database=_database(path),
-        user=unquote(url.username or ""),
-        password=unquote(url.password or ""),
-    )
-    problem = ""
-    if not _HOST.fullmatch(host):
-        problem = "it has no host name"
-    elif found.database < 0:
-        problem = "the path is not a database number"
-    return found, problem or _no_query(url)
+    url = urlsplit(f"{scheme}://{rest}")
+    host = _host(url, "it has no host name")
+    database = _database(url.path.strip("/"), "the path is not a database number")
+    _require_no_query(url)
+    return Location(scheme, "", host, url.port or DEFAULT_PORT, database, *_login(url))
 
 
-def read_master(scheme: str, url: SplitResult) -> tuple[Location, str]:
-    """Read the url of a master of Mooncake Store."""
-    host = url.hostname or ""
-    problem = "" if _HOST.fullmatch(host) else "it names no machine"
-    if "@" in url.netloc or url.path.strip("/"):
-        problem = "a machine and a port are all that it may have"
-    return Location(scheme, host=host, port=url.port or MASTER_PORT), problem or _no_query(url)
-
-
-def read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
-    """Read the url of a server's socket."""
+def read_socket(scheme: str, rest: str) -> Location:
+    """Read the url of a socket of a Valkey or Redis server."""
+    url = urlsplit(f"{scheme}://{rest}")
     path = unquote(url.path)
-    problem = problem_of_path(path)
     name, _, number = url.query.partition("=")
-    database = _database(number)
     if "@" in url.path:
-        problem = 'write "/" in a user or password as %2F, and "@" in a path as %40'
-    elif url.hostname:
-        problem = "something takes the place of a host name; write three slashes"
-    elif (url.query and name != "db") or database < 0 or url.fragment:
-        problem = "only a database number may follow the path, as in ?db=1"
-    user, password = unquote(url.username or ""), unquote(url.password or "")
-    return Location(
-        scheme, os.path.normpath(path), "", 0, max(database, 0), user, password
-    ), problem
+        raise WrongError('write "/" in a user or password as %2F, and "@" in a path as %40')
+    if url.hostname:
+        raise WrongError("something takes the place of a host name; write three slashes")
+    problem = "only a database number may follow the path, as in ?db=1"
+    if (url.query and name != "db") or url.fragment:
+        raise WrongError(problem)
+    database = _database(number, problem)
+    if wrong_path := problem_of_path(path):
+        raise WrongError(wrong_path)
+    return Location(scheme, os.path.normpath(path), "", 0, database, *_login(url))
 
 
-def read_bucket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+def read_bucket(scheme: str, rest: str) -> Location:
     """Read the url of a bucket."""
+    url = urlsplit(f"{scheme}://{rest}")
     bucket, prefix = url.netloc, url.path.strip("/")
-    problem = ""
     if "@" in bucket:
-        problem = "credentials are not allowed here: use the environment or the machine's role"
-    elif not _BUCKET.fullmatch(bucket):
-        problem = "it has no bucket name"
-    elif not _PREFIX.fullmatch(prefix) or ".." in prefix or "//" in prefix:
-        problem = "the prefix may contain only letters, digits and . _ / = -"
-    return Location(scheme, prefix, bucket), problem or _no_query(url)
+        raise WrongError(
+            "credentials are not allowed here: use the environment or the machine's role"
+        )
+    if not _BUCKET.fullmatch(bucket):
+        raise WrongError("it has no bucket name")
+    if not _PREFIX.fullmatch(prefix) or ".." in prefix or "//" in prefix:
+        raise WrongError("the prefix may contain only letters, digits and . _ / = -")
+    _require_no_query(url)
+    return Location(scheme, prefix, bucket)
 
 
-def _database(number: str) -> int:
-    """Return the number of a database, 0 if none is named, -1 if this is none."""
-    if not number:
-        return 0
-    is_number = number.isascii() and number.isdigit() and len(number) <= 5
-    return int(number) if is_number and int(number) <= DATABASE_MAX else -1
+def read_master(scheme: str, rest: str) -> Location:
+    """Read the url of a master of Mooncake Store."""
+    url = urlsplit(f"{scheme}://{rest}")
+    if "@" in url.netloc or url.path.strip("/"):
+        raise WrongError("a machine and a port are all that it may have")
+    host = _host(url, "it names no machine")
+    _require_no_query(url)
+    return Location(scheme, host=host, port=url.port or MASTER_PORT)
 
 
-def _no_query(url: SplitResult) -> str:
+def _host(url: SplitResult, problem: str) -> str:
+    host = url.hostname or ""
+    if not _HOST.fullmatch(host):
+        raise WrongError(problem)
+    return host
+
+
+def _login(url: SplitResult) -> tuple[str, str]:
+    return unquote(url.username or ""), unquote(url.password or "")
+
+
+def _database(number: str, problem: str) -> int:
+    """Return the number of a database, 0 if none is named."""
+    if not re.fullmatch("[0-9]{0,5}", number) or int(number or 0) > DATABASE_MAX:
+        raise WrongError(problem)
+    return int(number or 0)
+
+
+def _require_no_query(url: SplitResult) -> None:
     if url.query or url.fragment:
-        return '"?" and "#" are not allowed: use settings of the tier instead'
-    return ""
+        raise WrongError('"?" and "#" are not allowed: use settings of the tier instead')

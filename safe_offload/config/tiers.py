@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-from urllib.parse import SplitResult, urlsplit
+from typing import Annotated, Any, Final
 
-from safe_offload.config.printing import NOT_SHOWN, shown
+from pydantic import AfterValidator, Field
+
+from safe_offload.config.printing import NOT_SHOWN
 from safe_offload.config.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
     NestedKey,
     Setting,
+    WrongError,
     choice,
     count,
     duration,
+    endpoint,
+    file,
     refuse,
     seconds,
     setting,
@@ -37,8 +40,7 @@ from safe_offload.config.tier_url import (
     URL_FORMS,
     URL_KEY,
     Location,
-    can_be_shown,
-    problem_of_path,
+    fix_with,
     read_bucket,
     read_file,
     read_master,
@@ -53,7 +55,6 @@ MAX_CAPACITY_BYTES: Final = 1024 * MAX_BYTES_PER_RANK
 DEFAULT_WAIT_S: Final = 2
 DEFAULT_TIER_TIMEOUT_S: Final = 5
 
-ENDPOINT_MAX: Final = 255
 MAX_CONNECTIONS: Final = 64
 DEFAULT_CONNECTIONS: Final = 4
 BUCKET_CONNECTIONS: Final = 16
@@ -63,58 +64,6 @@ MAX_TTL_S: Final = 366 * 86400
 
 SHARED_HASH: Final = "sha256_cbor"
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
-
-
-def file() -> Kind:
-    """Return the kind of the path of a file; to open a pipe there would wait for its other end."""
-    what = "the absolute path of a file"
-    return _path(what, "/run/secrets/{key}", problem_of=_no_file)
-
-
-def directory() -> Kind:
-    """Return the kind of the path of a directory."""
-    what = "the absolute path of a directory"
-    return _path(what, "/mnt/nvme/kv", f"{what}, but not /")
-
-
-def _no_file(path: str) -> str:
-    is_other = os.path.exists(path) and not os.path.isfile(path)
-    return "it is not a regular file" if is_other else ""
-
-
-def _path(
-    what: str, example: str, allowed: str = "", problem_of: Callable[[str], str] = lambda path: ""
-) -> Kind:
-    """Return the kind of a path; `{key}` in the example stands for the key."""
-
-    def read(key: str, value: object) -> str:
-        fix = f'write "{key}": "{example.format(key=key)}"'
-        if not isinstance(value, str):
-            refuse(key, value, "this is not a string", allowed or what, fix)
-        if problem := problem_of_path(value) or problem_of(value):
-            refuse(key, value, problem, allowed or what, fix)
-        return os.path.normpath(value)
-
-    return Kind(what, read)
-
-
-def endpoint() -> Kind:
-    """Return the kind of the address of an object store."""
-    allowed = "http:// or https://, a host name and optionally a port"
-
-    def read(key: str, value: object) -> str:
-        fix = f'write "{key}": "https://minio.internal:9000", or omit it for the cloud\'s own'
-        if not isinstance(value, str) or not value.isprintable() or len(value) > ENDPOINT_MAX:
-            refuse(key, value, "this is not an address", allowed, fix)
-        if any(mark in value for mark in "@?#"):
-            problem = "credentials are not allowed here: use the environment or a role"
-            refuse(key, value, problem, allowed, fix)
-        scheme, separator, machine = value.partition("://")
-        if scheme.lower() not in ("http", "https") or not separator or not machine.strip("/"):
-            refuse(key, value, "this is not an address", allowed, fix)
-        return value.rstrip("/")
-
-    return Kind(allowed, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +113,7 @@ class TierConfig:
     @classmethod
     def at(cls, url: str, **values: Any) -> Any:
         """Return the tier at a url, a `TierConfig` of its kind, with values of its fields."""
-        location = read_url(URL_KEY, url)
+        location = URL.kind.read(URL_KEY, url)
         return KINDS[location.scheme].config(location, **values)
 
     @classmethod
@@ -339,13 +288,13 @@ class Scheme:
     Attributes:
         store: the module of its `Store`, and the class.
         config: its settings.
-        read: from the scheme and a url to where it is, and what is wrong with it.
+        read: from the scheme and what follows it in a url to where that is.
     """
 
     example: str
     store: str
     config: type[TierConfig] = TierConfig
-    read: Callable[[str, SplitResult], tuple[Location, str]] = read_bucket
+    read: Callable[[str, str], Location] = read_bucket
 
 
 _FILES, _VALKEY, _BUCKET_STORE, _MOONCAKE = (
@@ -356,7 +305,7 @@ _FILES, _VALKEY, _BUCKET_STORE, _MOONCAKE = (
 )
 
 KINDS: Final = {
-    FILE: Scheme("file:///mnt/nvme/kv", _FILES, FileConfig),
+    FILE: Scheme("file:///mnt/nvme/kv", _FILES, FileConfig, read_file),
     "redis": Scheme("redis://valkey.internal:6379", _VALKEY, ValkeyConfig, read_server),
     "rediss": Scheme("rediss://valkey.internal:6379", _VALKEY, ValkeyTlsConfig, read_server),
     "unix": Scheme("unix:///run/valkey/valkey.sock", _VALKEY, ValkeyConfig, read_socket),
@@ -368,41 +317,28 @@ KINDS: Final = {
 """Every kind of place: another one is a line here and a class, and one more if it has settings."""
 
 
-def read_url(key: str, value: object) -> Location:
-    """Return what a url means; a ConfigError has one that can be meant."""
-    example = KINDS[FILE].example
-    if not isinstance(value, str):
-        refuse(key, value, "this is not a string", URL_FORMS, f'write "{key}": "{example}"')
+def _read_url(value: str) -> Location:
+    """Return what a url means; an error has one that can be meant."""
     match = _SCHEME.match(value)
     if match is None:
-        fix = f'write "{key}": "{example}"'
-        if not problem_of_path(value) and can_be_shown(value):
-            fix = f'write "{key}": "file://{value}"'
-        shown_value = value if value.startswith("/") else NOT_SHOWN
-        refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
+        is_hidden = not value.startswith("/")
+        raise WrongError("this is not a url", fix_with(value), is_hidden=is_hidden)
     scheme = _meant_by(match[1].lower())
     kind = KINDS.get(scheme)
-    example = kind.example if kind else example
-    found: Location | None = None
-    fix = ""
-    if scheme == FILE:
-        found, problem, fix = read_file(match[2])
-    elif kind and value.isprintable():
-        try:
-            found, problem = kind.read(scheme, urlsplit(value))
-        except ValueError:  # a port that is no number, brackets that do not close
-            problem = "the host or port is invalid"
-    elif kind:
-        problem = "it contains unprintable characters"
-    else:
-        problem = f'the scheme "{scheme}" is unknown'
+    if kind is None:
         nearest = difflib.get_close_matches(scheme, (*KINDS, *_SAME), n=1)
-        example = KINDS[_meant_by(nearest[0])].example if nearest else example
-        fix = ", or remove this tier"
-    if found is None or problem:
-        fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
-        refuse(key, value, problem, URL_FORMS, fix)
-    return found
+        example = KINDS[_meant_by(nearest[0]) if nearest else FILE].example
+        fix = f'write "{URL_KEY}": "{example}", or remove this tier'
+        raise WrongError(f'the scheme "{scheme}" is unknown', fix)
+    fix = f'write "{URL_KEY}": "{kind.example}"'
+    if not value.isprintable():
+        raise WrongError("it contains unprintable characters", fix)
+    try:
+        return kind.read(scheme, match[2])
+    except WrongError as error:
+        raise WrongError(error.problem, error.fix or fix) from None
+    except ValueError:  # a port that is no number, brackets that do not close
+        raise WrongError("the host or port is invalid", fix) from None
 
 
 def _meant_by(scheme: str) -> str:
@@ -410,7 +346,14 @@ def _meant_by(scheme: str) -> str:
 
 
 URL: Final = Setting(
-    URL_KEY, Kind(URL_FORMS, read_url), None, "Location of the tier; required.", ""
+    URL_KEY,
+    Kind(
+        Annotated[str, Field(strict=True), AfterValidator(_read_url)],
+        URL_FORMS,
+        f'write "{URL_KEY}": "{KINDS[FILE].example}"',
+    ),
+    None,
+    "Location of the tier; required.",
 )
 
 COMMON: Final = settings_of(TierConfig)

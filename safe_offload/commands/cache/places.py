@@ -11,8 +11,9 @@ from urllib.parse import quote
 
 from safe_offload.commands.cache.place import Place
 from safe_offload.config.printing import printable, without_secrets
+from safe_offload.config.settings import problem_of_path
 from safe_offload.config.tier_list import tiers
-from safe_offload.config.tier_url import FILE, URL_KEY, problem_of_path
+from safe_offload.config.tier_url import FILE, URL_KEY
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.choice import open_store

@@ -16,8 +16,11 @@ import pytest
 import safe_offload
 
 ROOT = Path(safe_offload.__file__).parents[1]
-REQUIRED = ("numpy", "numpy.libs", "blake3", "xxhash", "uvloop")
-"""Folders of what safe-offload requires."""
+REQUIRED = (
+    *("numpy", "numpy.libs", "blake3", "xxhash", "uvloop", "pydantic", "pydantic_core"),
+    *("annotated_types", "typing_extensions.py", "typing_inspection"),
+)
+"""What safe-offload requires, and what that requires."""
 BLOCKER = """
 import sys
 
