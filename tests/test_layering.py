@@ -79,7 +79,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "worker/memory": ("config", "layout", "mapped_files", "observe", "protocol"),
     "worker/copies": ("config", "layout", "protocol", "threads", "worker/memory"),
-    "tiers": ("config", "event_loop", "layout", "mapped_files", "threads"),
+    "tiers": ("config", "event_loop", "findings", "layout", "mapped_files", "threads"),
     "tiers/namespace": ("compat", "config", "layout", "started"),
 }
 """What each folder imports beside itself and errors: see the folder's own first lines."""
@@ -579,6 +579,8 @@ MAY_LEAVE = {
     "tiers/process/child.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},
+    # A folder of doctor's, to try the directory with, and deleted again.
+    "tiers/files/diagnosis.py": {"tempfile"},
     # A pool is there to outlive its engines; `safe-offload cache` lists and removes it.
     "node/pools.py": {"mkdir", "write_text"},
     # What the next start need not read again, in a directory of ours; bounded.

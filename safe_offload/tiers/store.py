@@ -7,14 +7,16 @@ commands `cache` and `doctor` use the same verbs.
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from safe_offload.config.units import MIB
+from safe_offload.findings import Finding, error, ok
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Name
+from safe_offload.tiers.base import Name, PlaceError
 from safe_offload.tiers.naming import DESCRIPTION_FILE
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ PAGE_ITEMS = 1000
 """Of a walk, and of what an operator deletes at a time."""
 LISTED_MAX = 100_000
 """Of namespaces."""
+TRIAL_OBJECTS = 16
 
 
 class Item(NamedTuple):
@@ -59,12 +62,14 @@ class Store(ABC):
     Attributes:
         label: for the log and the metrics; no secret is in it.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
+        place_id: of the finding that the place can be used.
         piece_bytes: that `read` returns at most.
         used_bytes: what it holds; -1 where that is not known.
         num_evicted: objects that this process has deleted to keep its capacity.
     """
 
     use = "USED"
+    place_id = "tiers.place"
     piece_bytes = 4 * MIB
     used_bytes = -1
     num_evicted = 0
@@ -133,6 +138,47 @@ class Store(ABC):
         """Delete what else there is of namespaces whose objects are gone."""
         await self.delete([self.description_key(name) for name in namespaces])
 
+    async def diagnose(self) -> list[Finding]:
+        """Return whether each verb works here, and what an operator could do better.
+
+        What is written is written to a namespace of its own, and deleted again.
+
+        Raises:
+            OSError: the place does not answer, or refuses every verb.
+        """
+        space = naming.namespace(trial_facts())
+        folder = naming.namespace_folder(space)
+        key = self.description_key(folder)
+        verbs: dict[str, Callable[[], Awaitable[object]]] = {
+            "list": lambda: anext(self.walk(folder), None),
+            "write": lambda: self.describe(space, b"x"),
+            "read": lambda: self.read(key, 0, 1),
+            "delete": lambda: self.delete([key]),
+        }
+        refused: dict[str, PlaceError] = {}
+        for verb, call in verbs.items():
+            try:
+                await call()
+            except FileNotFoundError:
+                continue  # which is an answer
+            except PlaceError as problem:
+                if problem.is_down:
+                    raise
+                refused[verb] = problem
+            except OSError as problem:
+                refused[verb] = PlaceError(problem.strerror or str(problem))
+        found = [ok(self.place_id, f"{self.label} can be reached")]
+        if not refused:
+            can = "can be listed, written, read and deleted from"
+            return [*found, ok("tiers.access", f"{self.label} {can}")]
+        first = next(iter(refused.values()))
+        if len(refused) == len(verbs):
+            raise first
+        why = "; ".join(f"{verb}: {problem.problem}" for verb, problem in refused.items())
+        fix = first.fix[:1].lower() + first.fix[1:]
+        denied = error("tiers.access", f"{self.label} refuses: {why}", "all four actions", fix)
+        return [*found, denied]
+
     def key_of(self, name: Name) -> str:
         """Return where an object is, or would be."""
         return "/".join((naming.namespace_folder(name.namespace), *naming.path_of(name)))
@@ -140,6 +186,17 @@ class Store(ABC):
     def description_key(self, namespace: str) -> str:
         """Return where the description of a namespace is, or would be."""
         return f"{namespace}/{DESCRIPTION_FILE}"
+
+
+def trial_facts() -> dict[str, str]:
+    """Return the facts of a namespace that no engine uses."""
+    return {"model": "safe-offload doctor", "trial": secrets.token_hex(8)}
+
+
+def trial_names(namespace: bytes | None = None) -> list[Name]:
+    """Return the names of objects to try a place with, in a namespace that no engine uses."""
+    space = naming.namespace(trial_facts()) if namespace is None else namespace
+    return [Name(space, 0, index.to_bytes(32, "big")) for index in range(TRIAL_OBJECTS)]
 
 
 def listed(found: Iterable[str]) -> list[str]:

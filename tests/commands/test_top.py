@@ -25,10 +25,10 @@ from rich.live import Live
 from safe_offload.commands import top
 from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.command import read_rest
-from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.memory import check_hits
 from safe_offload.commands.top import PREFIX, Figures, TopError, metrics_url, read, worth
 from safe_offload.connector import SafeCPUOffloadConnector
+from safe_offload.findings import Severity
 from safe_offload.observe.counters import (
     COUNTERS,
     FAILED_LOADS,

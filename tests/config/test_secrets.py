@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.configuration import Written, check_arguments, check_written
-from safe_offload.commands.doctor.findings import render
+from safe_offload.commands.doctor.report import render
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import TIER_KEYS

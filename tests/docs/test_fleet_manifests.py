@@ -26,11 +26,10 @@ import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from safe_offload.commands.doctor.findings import Severity
-from safe_offload.commands.doctor.tiers.check import check_tier
-from safe_offload.commands.doctor.tiers.safety import check_safety
+from safe_offload.commands.doctor.tiers import check_safety, check_tier
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import TierConfig
+from safe_offload.findings import Severity
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import key_of

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from safe_offload import __version__
-from safe_offload.commands.doctor.tiers.safety import check_safety
+from safe_offload.commands.doctor.tiers import check_safety
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError

@@ -15,11 +15,11 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
 from safe_offload.commands.cli import main
-from safe_offload.commands.doctor.findings import Severity
-from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers import check_tier
 from safe_offload.config.tenants import parse
 from safe_offload.config.tier_list import tiers
 from safe_offload.config.tiers import TierConfig
+from safe_offload.findings import Severity
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.seal import PLAIN

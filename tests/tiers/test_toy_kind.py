@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from safe_offload.commands.cli import main
-from safe_offload.commands.doctor.findings import Severity
-from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers import check_tier
 from safe_offload.config.tiers import KINDS, Scheme, TierConfig
+from safe_offload.findings import Severity
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.store import Store
 from tests.tiers.contract import SPACE, TierContract, filled, name_of, spill_one, tier_at

@@ -21,23 +21,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from safe_offload.commands.doctor import configuration, copies, memory, model, versions
-from safe_offload.commands.doctor.findings import (
-    Finding,
-    Severity,
-    exit_status,
-    guarded,
-    info,
-    render,
-)
+from safe_offload.commands.doctor import configuration, copies, memory, model, tiers, versions
 from safe_offload.commands.doctor.machine import Machine, read_machine
-from safe_offload.commands.doctor.tiers import check as tiers
-from safe_offload.commands.doctor.tiers.safety import check_user
+from safe_offload.commands.doctor.report import exit_status, guarded, render
 from safe_offload.commands.doctor.vllm_facts import VllmFacts, VllmProbe
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError
+from safe_offload.findings import Finding, Severity, info
 from safe_offload.worker.copies.row_kernel import installed_cupy
 
 if TYPE_CHECKING:
@@ -137,7 +129,7 @@ def examine(
     found += guarded("model", model.check_model, vllm, configs)
     found += guarded("tiers", _check_tiers, configs, vllm)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
-        found += guarded("tiers", check_user, is_root=machine.is_root)
+        found += guarded("tiers", tiers.check_user, is_root=machine.is_root)
     order = ("configuration", "versions", "memory", "copies", "model", "tiers")
     return sorted(found, key=lambda one: order.index(one.id.partition(".")[0]))
 

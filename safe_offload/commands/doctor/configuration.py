@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from safe_offload.commands.config import check, parse
-from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import CAPACITY_KEYS, OffloadConfig
 from safe_offload.config.printing import without_arguments
@@ -19,6 +18,7 @@ from safe_offload.config.transfer_config import (
     DEFAULT_KV_ROLE,
 )
 from safe_offload.errors import ConfigError
+from safe_offload.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.start.checks import DEFAULT_HASH
 
 PLUGIN_NAME: Final = "safe_offload"

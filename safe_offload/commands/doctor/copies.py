@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
+from safe_offload.findings import Finding, error, info, ok, warning
 
 if TYPE_CHECKING:
     from safe_offload.commands.doctor.trial import Trial

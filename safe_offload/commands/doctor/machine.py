@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from safe_offload.commands.doctor.tiers.directory import file_system_of
 from safe_offload.errors import SharingError
 from safe_offload.node import pools
+from safe_offload.tiers.files.diagnosis import file_system_of
 from safe_offload.worker.memory import huge_pages
 from safe_offload.worker.memory.host_memory import available_host_bytes
 from safe_offload.worker.memory.huge_pages import HugePages, read_text

@@ -8,21 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from safe_offload.commands import top
-from safe_offload.commands.doctor.findings import (
-    Finding,
-    error,
-    info,
-    ok,
-    refusal,
-    warning,
-)
 from safe_offload.commands.doctor.machine import Machine, SharedMemory
-from safe_offload.commands.doctor.tiers.directory import MEMORY
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
+from safe_offload.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.node.pools import Pool, room_problem
+from safe_offload.tiers.files.diagnosis import MEMORY
 from safe_offload.worker.memory import huge_pages
 from safe_offload.worker.memory.host_memory import check_host_bytes
 from safe_offload.worker.memory.huge_pages import HugePages

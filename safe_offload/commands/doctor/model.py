@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts, VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import MIB, format_bytes
+from safe_offload.findings import Finding, error, info, ok, warning
 
 
 def check_model(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:

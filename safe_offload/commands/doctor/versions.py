@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from safe_offload import __version__
-from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.compat.versions import TESTED_VERSIONS
+from safe_offload.findings import Finding, error, info, ok, warning
 from safe_offload.worker.copies.row_kernel import cupy_misfit
 
 if TYPE_CHECKING:

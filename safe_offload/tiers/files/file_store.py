@@ -23,11 +23,12 @@ from typing import Final, TypeVar
 
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.config.tiers import FileConfig
+from safe_offload.findings import Finding
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError, Result, reason_of
 from safe_offload.tiers.batch import Batch
-from safe_offload.tiers.files import upkeep
+from safe_offload.tiers.files import diagnosis, upkeep
 from safe_offload.tiers.files.capacity import LOCK_FILE, USAGE_FILE, CapacityShare, keep
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
@@ -79,6 +80,7 @@ class FileStore(Store):
 
     def __init__(self, config: FileConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
+        self._config = config
         self._path = config.location.path
         self._log = _Log(self.label)
         self._place = _Place(self._path, self.label)
@@ -206,6 +208,10 @@ class FileStore(Store):
             if time.monotonic() > give_up_at_s:
                 raise PlaceError("an engine is evicting", "Try again in a minute")
             await asyncio.sleep(_PAUSE_S)
+
+    async def diagnose(self) -> list[Finding]:
+        """See `Store.diagnose`; it blocks the loop."""
+        return list(diagnosis.diagnose(self._config, open_ours))
 
     # ---- on threads ---------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class BucketStore(Store):
     """
 
     use = "WRITTEN"
+    place_id = "tiers.bucket"
 
     def __init__(self, config: BucketConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)

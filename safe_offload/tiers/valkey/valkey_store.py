@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Any, Final, TypeVar
 
 from safe_offload.config.tiers import ValkeyConfig
+from safe_offload.findings import Finding
 from safe_offload.tiers.base import Buffers, Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.naming import (
@@ -35,6 +36,7 @@ from safe_offload.tiers.naming import (
 )
 from safe_offload.tiers.seal import Digest
 from safe_offload.tiers.store import LISTED_MAX, PAGE_ITEMS, Item, Store, listed
+from safe_offload.tiers.valkey import diagnosis
 from safe_offload.tiers.valkey.commands import (
     DEL,
     EXISTS,
@@ -78,6 +80,7 @@ class ValkeyStore(Store):
 
     def __init__(self, config: ValkeyConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
+        self._config = config
         self._num_connections = config.num_connections
         self._timeout_s = config.timeout_s
         self._ttl = _ttl_words(config.ttl_s)
@@ -493,6 +496,9 @@ class ValkeyStore(Store):
             if isinstance(answer, ErrorReply):
                 raise refusal(denied[0] if denied and answer.code == "NOPERM" else answer)
         return [bool(answer) for answer in answers]
+
+    async def diagnose(self) -> list[Finding]:
+        return await diagnosis.diagnose(self, self._config)
 
     async def _scan(self, pattern: str) -> AsyncIterator[tuple[Node, list[bytes]]]:
         """Yield keys of one server at a time; one may come twice."""

@@ -17,8 +17,8 @@ from examples.tiny_models import write_tiny_model
 from safe_offload.commands.cli import main, make_parser
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
-from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
 from safe_offload.commands.doctor.machine import Machine, NumaNode, read_machine
+from safe_offload.commands.doctor.report import exit_status, render
 from safe_offload.commands.doctor.vllm_facts import (
     EngineConfigFacts,
     ModelFacts,
@@ -28,6 +28,7 @@ from safe_offload.commands.doctor.vllm_facts import (
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
+from safe_offload.findings import Finding, Severity
 from safe_offload.worker.copies import cpu
 from safe_offload.worker.memory.huge_pages import HugePages
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.doctor.findings import Finding, Severity
 from safe_offload.commands.doctor.machine import SharedMemory
 from safe_offload.commands.doctor.memory import (
     check_huge_pages,
@@ -21,6 +20,7 @@ from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.errors import SharingError
+from safe_offload.findings import Finding, Severity
 from safe_offload.node.pools import Pool, open_rank, user_folder
 from safe_offload.worker.memory.huge_pages import HugePages
 from tests.commands.doctor.test_doctor import MACHINE, SOUND, wrong

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.commands.cache.places import open_place
-from safe_offload.commands.doctor.tiers.directory import check_directory, try_directory
+from safe_offload.commands.doctor.tiers import check_tier
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import directory
@@ -371,7 +371,7 @@ def test_doctor_says_whose_it_is_and_how_to_mend_it(base):
     attack(base, "mkdir -m 777 kv")
     for path in (base / "kv", base / "kv" / "below"):
         config = TierConfig.at(f"file://{path}")
-        (problem,) = check_directory(config, asyncio.run(try_directory(config)))
+        (problem,) = check_tier(config)
         assert f"'{base}/kv' belongs to user 65534, this process is user 0" in problem.found
         assert "use a directory" in problem.fix
     assert list((base / "kv").iterdir()) == []

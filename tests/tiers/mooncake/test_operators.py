@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from safe_offload.commands.cli import main
-from safe_offload.commands.doctor.findings import Severity
-from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers import check_tier
 from safe_offload.config.tier_url import MASTER_PORT
 from safe_offload.config.tiers import TierConfig
+from safe_offload.findings import Severity
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.mooncake import mooncake_store as store
 from safe_offload.tiers.mooncake.client import Client

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.doctor.tiers.safety import check_safety, check_user
+from safe_offload.commands.doctor.tiers import check_safety, check_user
 from safe_offload.config.tiers import TierConfig
 
 KEY = "/run/secrets/kv/hmac.key"

@@ -1,4 +1,0 @@
-"""What doctor finds about tiers: directories, servers, buckets.
-
-Imports tiers and doctor's findings. Door: `check`.
-"""
