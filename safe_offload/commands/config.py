@@ -80,7 +80,7 @@ def _defaults(rows: Iterable[Any], *, explain: bool) -> Iterator[str]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return what `--kv-transfer-config` says, an object in JSON."""
+    """Return the object of `--kv-transfer-config`, which is JSON."""
     try:
         written = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -97,10 +97,10 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def check(written: dict[str, Any]) -> tuple[Any, dict[str, Mapping[str, Any]]]:
-    """Check what `--kv-transfer-config` says, as the start of an engine does.
+    """Check a `--kv-transfer-config` as the start of an engine does.
 
-    Return its fields with what is filled in, as attributes, and every configuration of our
-    connector in it, by its place.
+    Return its fields, completed, as attributes, and each configuration of our connector in it, by
+    its place.
     """
     config = SimpleNamespace(**{**_OUTER_DEFAULTS, **complete(written)})
     settle(config)
@@ -117,7 +117,7 @@ def check(written: dict[str, Any]) -> tuple[Any, dict[str, Mapping[str, Any]]]:
 
 
 def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
-    """Yield what an engine with this configuration would use, after the checks of its start."""
+    """Yield the values that an engine would use, after the checks of its start."""
     config, ours = check(written)
     for key in _OUTER_CHOICES:
         value = getattr(config, key)
@@ -158,7 +158,7 @@ def _as_written(tier: TierConfig) -> dict[str, object]:
 
 
 def _require_fields(written: Mapping[str, Any]) -> None:
-    """Refuse what vLLM itself would refuse of a configuration or a child of MultiConnector."""
+    """Refuse fields that vLLM would refuse, of a configuration or a child of MultiConnector."""
     for key, value in written.items():
         if key not in OUTER_KEYS:
             raise ConfigError(

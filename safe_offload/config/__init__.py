@@ -1,4 +1,4 @@
-"""What a user may write: read, checked, explained; and what may be printed of it.
+"""The settings of users: reading, checking and printing them without secrets.
 
 Imports only errors. Door: `options.OffloadConfig`.
 """

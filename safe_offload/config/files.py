@@ -1,4 +1,4 @@
-"""Small files that users name, and that may be something else by the time they are read."""
+"""Reads small files named by users, which may have been replaced by something else."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import stat
 def read_file(path: str, max_bytes: int) -> tuple[bytes, int]:
     """Return the first bytes of a file, and its mode.
 
-    Nobody waits for the other end of a pipe.
+    Opening a pipe does not block.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.

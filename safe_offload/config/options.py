@@ -1,4 +1,4 @@
-"""What a user can set, read from `kv_connector_extra_config` and checked before anything starts.
+"""The settings of `kv_connector_extra_config`, read and checked before anything starts.
 
 `OffloadConfig` is the one table of settings: what is read, the table of docs/configuration.md and
 `safe-offload config` come from it. The keys of vLLM's other offloading connectors keep their names
@@ -42,8 +42,7 @@ from safe_offload.config.tiers import (
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 
-# As many ranks as any server has. It does not depend on the world size, so that settings can be
-# checked before that is known.
+# For more ranks than any server has: settings are checked before the world size is known.
 MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
 MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
@@ -53,7 +52,7 @@ MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
 MAX_PIN_SHARE: Final = 0.9
 DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 
-# Of those that are written, the first decides: bytes, as in vLLM.
+# The first that is written takes precedence: bytes, as in vLLM.
 CAPACITY_KEYS: Final = ("cpu_bytes_to_use_per_rank", "cpu_bytes_to_use", "num_cpu_blocks")
 
 ADAPTIVE: Final = "adaptive"
@@ -72,15 +71,13 @@ OUTER_KEYS: Final = (
 class OffloadConfig:
     """The settings of one engine, the same in the scheduler and in every worker.
 
-    A field made by `setting` is a key that users may write: what it may be, its default as they
-    would write it, and what it does. To add a setting, add such a field.
+    A field made by `setting` is a key for users: its kind, its default as users would write it, and
+    its effect. To add a setting, add a field.
     """
 
     # Source of the default: SimpleCPUOffloadConnector of vLLM 0.32.0.
     cpu_bytes_to_use: int = setting(
-        size(MAX_BYTES_PER_SERVER),
-        "8GiB",
-        "Host memory per engine, split equally among its ranks.",
+        size(MAX_BYTES_PER_SERVER), "8GiB", "Host memory per engine, split equally among its ranks."
     )
     cpu_bytes_to_use_per_rank: int | None = setting(
         size(MAX_BYTES_PER_RANK), None, "Host memory per rank; overrides `cpu_bytes_to_use`."
@@ -104,9 +101,7 @@ class OffloadConfig:
         "whichever of `lru`, `2q` and `returns` hits most (`adaptive`).",
     )
     pin_share: float = setting(
-        share(MAX_PIN_SHARE),
-        0,
-        "Fraction of host memory that requests may pin.",
+        share(MAX_PIN_SHARE), 0, "Fraction of host memory that requests may pin."
     )
     sharing: str | None = setting(
         choice(["node"]),
@@ -133,14 +128,10 @@ class OffloadConfig:
         tiers(), [], "Storage below host memory, nearest first."
     )
     max_inflight_bytes: int = setting(
-        size(MAX_BYTES_PER_RANK),
-        "256MiB",
-        "Limit on bytes in flight, per rank and direction.",
+        size(MAX_BYTES_PER_RANK), "256MiB", "Limit on bytes in flight, per rank and direction."
     )
     copy_threads: int = setting(
-        count(1, MAX_COPY_THREADS, example=2),
-        1,
-        "Copy threads per rank; vLLM's CPU engine only.",
+        count(1, MAX_COPY_THREADS, example=2), 1, "Copy threads per rank; vLLM's CPU engine only."
     )
     copy_path: str = setting(
         choice(["auto", "batch", "kernel", "each"]),
@@ -172,10 +163,7 @@ class OffloadConfig:
         "expected to be faster.",
     )
     verify_every: int = setting(
-        sampling(),
-        "off",
-        "Verify checksums of loaded blocks: all, or one in N.",
-        key="verify",
+        sampling(), "off", "Verify checksums of loaded blocks: all, or one in N.", key="verify"
     )
     tenants: str | None = setting(
         file(),
@@ -196,14 +184,14 @@ class OffloadConfig:
         "Check internal state after every step; slow, for tests.",
         key="check_invariants",
     )
-    # Not settings: the workers of this engine, and how many of them keep one copy together because
-    # all hold the same KV cache.
+    # Not settings: the number of workers, and how many of them share one copy because all hold the
+    # same KV cache.
     world_size: int = 1
     ranks_per_copy: int = 1
 
     @property
     def uses_blocks_of_others(self) -> bool:
-        """Whether other engines, earlier ones too, may have computed what is hit."""
+        """Whether hits may be blocks of other engines, including earlier ones."""
         return bool(self.tiers) or self.sharing is not None
 
     @property
@@ -216,19 +204,19 @@ class OffloadConfig:
 
     @property
     def cpu_bytes_per_rank(self) -> int:
-        """Return the host memory of one worker in bytes; not used where `num_slots` is set."""
+        """Return the host memory of one worker in bytes; unused if `num_slots` is set."""
         return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // self.world_size
 
     @property
     def store_bytes_max(self) -> int:
-        """Return what stores that are not copied yet hold at most, unless one block is larger."""
+        """Return the limit on bytes of stores not yet copied, unless one block is larger."""
         return STORES_FACTOR * self.max_inflight_bytes
 
     def num_slots_of(self, slot_bytes: int) -> int:
-        """Return how many host slots of this size each rank has; ranks with one copy the same.
+        """Return the number of host slots of this size per rank, or of ranks that share a copy.
 
         Raises:
-            ConfigError: there is not room for one.
+            ConfigError: there is no room for one.
         """
         pool_bytes = self.cpu_bytes_per_rank * self.ranks_per_copy
         num_slots = self.num_slots or pool_bytes // slot_bytes
@@ -241,7 +229,7 @@ class OffloadConfig:
         )
 
     def open_metrics(self, engine_index: int, open_at: Callable[[int, str], Any]) -> Any:
-        """Return what `open_at` makes of port and host of an engine's metrics, or refuse them."""
+        """Return `open_at(port, host)` for an engine's metrics; raise ConfigError if that fails."""
         port = (self.metrics_port or 0) + engine_index
         try:
             return open_at(port, self.metrics_host)
@@ -258,12 +246,12 @@ class OffloadConfig:
         """Read and check `kv_connector_extra_config`, also keys that another key overrides.
 
         Args:
-            extra: what the user wrote; None is an empty mapping, as in vLLM.
+            extra: the mapping as written; None is an empty mapping, as in vLLM.
             world_size: number of workers of the engine, at least 1. Where it is not known yet, 1
                 refuses nothing that any other number would accept.
 
         Raises:
-            ConfigError: the first thing that cannot be used, with what is allowed and the fix.
+            ConfigError: the first invalid setting, with the allowed values and the fix.
         """
         if type(world_size) is not int or world_size < 1:
             raise ConfigError(f"world_size is {shown(world_size)}; expected at least 1.")
@@ -295,7 +283,7 @@ VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
 
 
 def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
-    """Refuse tenants: a pool of several engines guarantees slots to engines, not to salts."""
+    """Refuse tenants beside a shared pool, which guarantees slots to engines, not to salts."""
     if values.get("tenants"):
         problem = (
             '"tenants" is also set, and engines of a pool do not tell each other whose a slot is'
@@ -304,7 +292,7 @@ def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
 
 
 def _directory_tier(written: other_connectors.Directory) -> TierConfig:
-    """Return the tier of a directory of OffloadingConnector's."""
+    """Return the tier for a directory of OffloadingConnector."""
     location = Location("file", directory().read(written.path_key, written.path))
     if written.bound is None:
         return FileConfig(location)
@@ -315,9 +303,9 @@ def _directory_tier(written: other_connectors.Directory) -> TierConfig:
 def _disk_tier(
     written: Mapping[str, object], values: Mapping[str, Any], world_size: int
 ) -> TierConfig | None:
-    """Return the tier that SimpleCPUOffloadConnector's keys mean, if they are written.
+    """Return the tier for SimpleCPUOffloadConnector's keys, if they are written.
 
-    There the capacity is that of each rank (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
+    Its capacity is per rank (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
     """
     path_key, capacity_key = other_connectors.DISK_KEYS
     if values.get("kv_offload_backend") != "disk":
@@ -346,7 +334,7 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
 
 
 def _require_known_keys(written: Mapping[Any, object]) -> None:
-    """Refuse a key that is not one of ours, with the likeliest fix."""
+    """Refuse an unknown key, with the likeliest fix."""
     known = (*VALID_KEYS, *other_connectors.KNOWN)
     if other_connectors.SPEC in written:
         known += tuple(key for key in written if isinstance(key, str))

@@ -1,7 +1,7 @@
 """Settings of other offloading connectors, so that their configurations start with our name.
 
-What means something here is taken or translated; what does not is named in one warning. A
-configuration that names a module of its own (`spec_module_path`) may have any further keys.
+Settings with a counterpart are translated; the others are named in one warning. A configuration
+with a module of its own (`spec_module_path`) may have any further keys.
 
 Source: vLLM 0.31 to 0.33, kv_connector/v1/simple_cpu_offload_connector.py, v1/kv_offload/
 (cpu/spec.py, tiering/spec.py, base.py) and kv_connector/v1/offloading/; llm-d-kv-cache,
@@ -45,7 +45,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "threads_per_gpu": 'write "num_threads" into the tier',
     "use_page_cache": "direct I/O is used wherever it works",
 }
-"""By key, why it has no effect here."""
+"""By key, the reason why it has no effect."""
 
 SECONDARY_TIERS: Final = "secondary_tiers"
 SHARED_STORAGE: Final = "shared_storage_path"
@@ -55,15 +55,14 @@ SPEC: Final = "spec_module_path"
 _POLICY: Final = "eviction_policy"
 
 POLICIES: Final[Mapping[str, str]] = {"arc": "slru"}
-"""Of eviction, by what is nearest to them here."""
+"""Eviction policies of others, with our nearest."""
 
 LMCACHE: Final = "LMCACHE_"
-"""How the environment variables of LMCache begin."""
+"""The prefix of LMCache's environment variables."""
 
 _DIRECTORIES: Final = ("fs", "fs_python", "fs_worker")
 _BOUNDS: Final[Mapping[str, int]] = {"gc_max_size_gb": 10**9, "max_bytes": 1}
-"""Of a directory: the settings that bound it, each with the bytes that it counts in; the last one
-that is written counts."""
+"""The settings that limit a directory, each with its unit in bytes; the last one written counts."""
 
 _THREADS: Final = 'write "threads" into a tier of "tiers"'
 _IN_DIRECTORY: Final[Mapping[str, str]] = {
@@ -75,15 +74,15 @@ _IN_DIRECTORY: Final[Mapping[str, str]] = {
 
 
 def unread(written: Mapping[str, object]) -> set[str]:
-    """Return the settings whose value is none of ours: nothing, or a name of another package."""
+    """Return the keys whose values are not read: empty, or names of another package."""
     keys = {key for key in DISK_KEYS if written.get(key, "") in (None, "")}
     return keys | ({_POLICY} if "cache_policy_module_path" in written else set())
 
 
 class Directory(NamedTuple):
-    """A directory that a configuration keeps blocks in: what is written, and under which keys.
+    """A directory for blocks: its path and limit as written, and their keys.
 
-    `bound` is None without one, and counts in `unit_bytes`.
+    `bound` is in units of `unit_bytes`; None for no limit.
     """
 
     path_key: str
@@ -94,7 +93,7 @@ class Directory(NamedTuple):
 
 
 def directories(written: Mapping[str, object]) -> list[Directory]:
-    """Return the directories that a configuration keeps blocks in."""
+    """Return the directories in which a configuration keeps blocks."""
     tiers = enumerate(_list(written.get(SECONDARY_TIERS)))
     found = [
         _directory(tier, f'["{SECONDARY_TIERS}"][{index}]')
@@ -115,7 +114,7 @@ def _directory(tier: Mapping[str, Any], place: str) -> Directory:
 
 
 def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict[str, str]:
-    """Return the keys that have no effect, each with the reason; `ours` are settings."""
+    """Return the keys without effect, each with the reason; `ours` are our settings."""
     found = {key: why for key, why in WITHOUT_EFFECT.items() if key in written}
     if SPEC in written:
         others = (key for key in written if key not in (*KNOWN, *ours))
@@ -136,7 +135,7 @@ def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict
 
 
 def _without_effect_in_directories(tiers: list[Mapping[str, object]]) -> dict[str, str]:
-    """Return what has no effect in these directories, by where it stands."""
+    """Return the settings of these directories that have no effect, by place."""
     found = {}
     for index, tier in enumerate(tiers):
         for key in tier.keys() - {"type", "root_dir", *_BOUNDS}:

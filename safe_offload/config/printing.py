@@ -1,7 +1,7 @@
-"""What may be printed of what others wrote: no secret, and nothing that a terminal obeys.
+"""Prints values that others wrote without secrets and without control characters.
 
-A value is shown if it is one of a setting that holds no secret. What a user wrote under a key that
-is none of ours is never shown, nor a list or a mapping: a password may be anywhere in it.
+A value is shown if its setting holds no secret. Values of unknown keys, lists and mappings are
+never shown: a password may be anywhere in them.
 """
 
 import os
@@ -13,13 +13,13 @@ HIDDEN: Final = "***"
 SECRET_KEYS: Final = ("password_file", "key_file", "hmac_key_file", "tenants")
 """Settings that may hold the secret itself by mistake."""
 NOT_SHOWN: Final = object()
-"""Stands in the place of a value that may hold anything."""
+"""Takes the place of a value that may hold anything."""
 LENGTH_MAX: Final = 80
 
 _INTEGER_END: Final = 10**30
 _PLACE_KEYS: Final = ("url", "endpoint", "disk_path", "ca_file", "cert_file")
 _WORD_LENGTH_MAX: Final = 20
-"""No other value of a setting is longer, as keys and passwords may be."""
+"""Longer values, other than places, may be keys or passwords."""
 _KEY_LENGTH_MAX: Final = 32
 
 _NOT_IN_PATHS: Final = r"?#@=&;,{}\"'"
@@ -37,7 +37,7 @@ _VALUE: Final = re.compile(
 
 
 def printable(text: str, length_max: int = LENGTH_MAX) -> str:
-    """Return a text in one line that moves no cursor, cut off where it is too long."""
+    """Return a text in one line, without control characters, truncated if too long."""
     shown = text[: length_max + 1]
     if not shown.isprintable():
         shown = "".join(
@@ -47,7 +47,7 @@ def printable(text: str, length_max: int = LENGTH_MAX) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which logins and queries of a url are replaced, even of a bad one."""
+    """Return a text with the logins and queries of a url replaced, even of an invalid url."""
     scheme, is_url, rest = text.partition("://")
     if not is_url:
         return text if _WORD.fullmatch(text) and "PRIVATE KEY" not in text else HIDDEN
@@ -64,9 +64,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: object, key: object = "") -> str:
-    """Return a value as a user wrote it, short and without what could be a secret.
+    """Return a value as written, shortened and without possible secrets.
 
-    `key` is the setting that it was written for; empty if it is a name itself.
+    `key` is its setting; empty if the value is itself a name.
     """
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN
@@ -86,13 +86,13 @@ def shown(value: object, key: object = "") -> str:
 
 
 def shown_key(key: object) -> str:
-    """Return the name of a setting that is none of ours; none of ours is as long as a secret."""
+    """Return the name of an unknown setting, hidden if it is as long as a secret."""
     is_name = not isinstance(key, str) or len(key) <= _KEY_LENGTH_MAX
     return shown(key) if is_name else HIDDEN
 
 
 def masked(value: object, key: object = "") -> object:
-    """Return settings that have been checked, for JSON: the same without secrets."""
+    """Return checked settings for JSON, without secrets."""
     if key in SECRET_KEYS and value is not None:
         return HIDDEN
     if isinstance(value, Mapping):
@@ -103,9 +103,9 @@ def masked(value: object, key: object = "") -> object:
 
 
 def secret_file(path: str) -> str:
-    """Return the path of a file with a secret; hidden if no such folder is there.
+    """Return the path of a secret's file; hidden if its folder does not exist.
 
-    The secret may have been written where its path belongs.
+    It may be the secret itself, written in place of its path.
     """
     folder = os.path.dirname(path)
     is_path = os.path.isfile(path) or (folder.strip("/") and os.path.isdir(folder))
@@ -113,7 +113,7 @@ def secret_file(path: str) -> str:
 
 
 def without_arguments(problem: str) -> str:
-    """Return what vLLM says of its arguments, without their values."""
+    """Return vLLM's error about its arguments without their values."""
     problem, mark, arguments = problem.partition(_UNRECOGNIZED)
     options = " ".join(option[0] for option in map(_OPTION.match, arguments.split()) if option)
     return _VALUE.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}", problem) + mark + options

@@ -1,4 +1,4 @@
-"""Kinds of settings: pydantic reads a value; a refusal says what is allowed and what to write.
+"""Kinds of settings: pydantic checks a value; an error names the allowed values and the fix.
 
 To add a kind, write a type for pydantic, what it allows in words, and the fix.
 """
@@ -62,11 +62,11 @@ _PROBLEMS: Final = {
     "string_type": "this is not a string",
     "string_unicode": "it contains unprintable characters",
 }
-"""What is wrong, by the error of pydantic, with its context and the type of the value."""
+"""Our words for errors of pydantic, with their context and the type of the value."""
 
 
 class WrongError(ValueError):
-    """What is wrong with a value; the fix and the allowed values, if not those of its kind.
+    """A problem of a value; the fix and the allowed values, if not those of its kind.
 
     A value that `is_hidden` may hold anything, and is not shown.
     """
@@ -82,12 +82,12 @@ class WrongError(ValueError):
 
 
 class Kind:
-    """What the values of a setting have in common.
+    """The values that a setting may have.
 
     Args:
         type: of the values, for pydantic.
-        allowed: what may be written, in words.
-        fix: what to write instead; `{key}` stands for the key.
+        allowed: the allowed values, in words.
+        fix: a value to write instead; `{key}` stands for the key.
         short: `allowed` in a table, if that is shorter.
     """
 
@@ -98,7 +98,7 @@ class Kind:
         self._type: TypeAdapter[Any] = TypeAdapter(type)
 
     def read(self, key: str, value: object) -> Any:
-        """Return what a value means, or raise a ConfigError."""
+        """Return the meaning of a value, or raise a ConfigError."""
         try:
             return self._type.validate_python(value)
         except ValidationError as error:
@@ -115,9 +115,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key that users may write; `default` as they would write it, None if it has no value.
+    """A key for users; `default` is as they would write it, None for no value.
 
-    `elsewhere` is what to do instead where only other kinds of place have the setting.
+    `elsewhere` is the fix for kinds of place without the setting.
     """
 
     key: str
@@ -128,9 +128,9 @@ class Setting:
 
 
 class NestedKey(str):
-    """A key inside of another setting; `within` are the keys around it, as Python writes them.
+    """A key inside another setting; `within` are the outer keys, as Python writes them.
 
-    Without any, it is no key itself, but such keys.
+    Without outer keys, it is itself such a sequence of keys.
     """
 
     within: str
@@ -150,7 +150,7 @@ def setting(
     is_secret: bool = False,
     elsewhere: str = "",
 ) -> Any:
-    """Return the field of a dataclass that is a setting; `key` if it is not the field's name."""
+    """Return the dataclass field of a setting; `key` if it differs from the field's name."""
     value = None if default is None else kind.read(key, default)
     metadata = {"setting": Setting(key, kind, default, help, elsewhere)}
     return dataclasses.field(default=value, repr=not is_secret, metadata=metadata)
@@ -207,7 +207,7 @@ def size(maximum: int, *, num_ranks: int = 1, unit_bytes: int = 1) -> Kind:
 
 
 def count(minimum: int, maximum: int, *, example: int, word: str = "") -> Kind:
-    """Return the kind of an integer; there may be a word that stands for None."""
+    """Return the kind of an integer; `word`, if any, stands for None."""
     allowed = f"an integer from {minimum} to {maximum}"
     fix = f'write an integer without quotes, such as "{{key}}": {example}'
     number = Annotated[int, BeforeValidator(_integer), Field(ge=minimum, le=maximum)]
@@ -232,13 +232,13 @@ def share(maximum: float) -> Kind:
 
 
 def read_duration(text: str) -> float | None:
-    """Return how many seconds "90s", "15m", "12h" or "7d" are; None if a text is no such time."""
+    """Return "90s", "15m", "12h" or "7d" in seconds; None if a text is no such duration."""
     match = _DURATION.fullmatch(text)
     return None if match is None else float(match[1]) * UNITS_S[match[2]]
 
 
 def duration(maximum_s: int) -> Kind:
-    """Return the kind of a time that may have a unit: 90, "90s", "15m", "12h" or "7d"."""
+    """Return the kind of a duration with or without a unit: 90, "90s", "15m", "12h" or "7d"."""
 
     def read(value: object) -> object:
         found_s = read_duration(value) if isinstance(value, str) else value
@@ -254,7 +254,7 @@ def duration(maximum_s: int) -> Kind:
 
 
 def sampling() -> Kind:
-    """Return the kind of one in how many: 0 for "off", 1 for "load", N for "sample:N"."""
+    """Return the kind of a sampling rate, one in N: 0 for "off", 1 for "load", N for "sample:N"."""
 
     def read(word: str) -> int:
         if word in ("off", "load"):
@@ -275,9 +275,9 @@ def choice(
     *,
     aliases: Mapping[str, str] | None = None,
 ) -> Kind:
-    """Return the kind of one of a few words, the default first; a mapping says what they mean.
+    """Return the kind of one of a few words, the default first; a mapping has their meanings.
 
-    `aliases` are accepted too, by what they stand for; no message recommends them.
+    `aliases` are accepted too, but no message recommends them.
     """
     meanings = words if isinstance(words, Mapping) else dict(zip(words, words, strict=True))
 
@@ -324,7 +324,7 @@ def text() -> Kind:
 
 
 def file() -> Kind:
-    """Return the kind of the path of a file; to open a pipe there would wait for its other end."""
+    """Return the kind of the path of a regular file; opening a pipe would block."""
 
     def check(path: str) -> str:
         if os.path.exists(path) and not os.path.isfile(path):
@@ -362,7 +362,7 @@ def endpoint() -> Kind:
 
 
 def problem_of_path(path: str) -> str:
-    """Return what is wrong with the path of a directory, or nothing."""
+    """Return the problem of the path of a directory; empty if there is none."""
     if not path.startswith("/"):
         return "the path is not absolute"
     if not path.isprintable():
@@ -371,7 +371,7 @@ def problem_of_path(path: str) -> str:
 
 
 def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoReturn:
-    """Raise a ConfigError: what is wrong with a value, what is allowed, what to write instead."""
+    """Raise a ConfigError with the problem of a value, the allowed values and the fix."""
     where = f'["{key}"]'
     if isinstance(key, NestedKey):
         where = f"{key.within}{where}" if key.within else str(key)
@@ -386,19 +386,19 @@ def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoR
 
 
 def fix_of_unknown(key: object, known: Sequence[str]) -> str:
-    """Return what to do about a key that is not a known one: perhaps it was meant to be."""
+    """Return the fix for an unknown key: the nearest known one, or to remove it."""
     spelling = key.strip().lower().replace("-", "_") if isinstance(key, str) else ""
     nearest = difflib.get_close_matches(spelling, known, n=1, cutoff=0.5)
     return f'write "{nearest[0]}" if you mean that, else remove it' if nearest else "remove it"
 
 
 def _type_name(value: object) -> str:
-    """Return the name of a value's type as users of JSON and Python know it."""
+    """Return the name of a value's type in the words of JSON and Python."""
     return "null (None)" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _number(value: object) -> int | float:
-    """Return a value that is a number; pydantic takes booleans and digits in a string too."""
+    """Return a value if it is a number; pydantic would also take booleans and strings."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         is_whole = isinstance(value, float) and value.is_integer()
         return int(value) if is_whole else value
@@ -423,7 +423,7 @@ _Path = Annotated[_Text, AfterValidator(_absolute)]
 
 
 def _size_from_string(value: str) -> int:
-    """Return the bytes that a string such as "64GiB", "1.5 TB" or "8589934592" means.
+    """Return the bytes of a string such as "64GiB", "1.5 TB" or "8589934592".
 
     Units do not depend on case. A bare letter is refused, because it is 1000**n to some and
     1024**n to others: vLLM itself reads 64g and 64G in a command line as two different sizes.

@@ -1,10 +1,10 @@
-"""Who is guaranteed how much, by `cache_salt`: a file that may change at any time.
+"""Quotas of tenants, by `cache_salt`: a file that may change at any time.
 
     {"default": "20%", "guaranteed": {
         "chat": {"share": "30%", "prefix": "chat-"},
         "batch": {"share": "10%", "salt_sha256": "9f86d081884c7d65..."}}}
 
-A label is the operator's word for a tenant, and all that is shown of it: a salt is a secret.
+Only the label, the operator's name of a tenant, is shown: a salt is a secret.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from safe_offload.errors import ConfigError
 logger = logging.getLogger(f"vllm.{__name__}")
 
 REST: Final = "rest"
-"""The label of all salts that the file does not name, and of requests without one."""
+"""The label of salts that the file does not name, and of requests without a salt."""
 WHOLE: Final = 10_000
 """Shares are in hundredths of a percent, so that sums are exact."""
 MAX_TENANTS: Final = 32
@@ -44,13 +44,13 @@ _EXAMPLE: Final = '{"default": "20%", "guaranteed": {"chat": {"share": "30%", "p
 
 
 def payments(sizes: Sequence[int], above: Sequence[int], count: int) -> list[int]:
-    """Return how much each tenant gives of `count`, perhaps less together.
+    """Return how much each tenant gives up of `count`; the sum may be less.
 
-    Those pay who have most above their share, down to one level that all keep.
+    The tenants furthest above their quota give first, down to one common level.
 
     Args:
-        sizes: what each can give.
-        above: what each has above its share; below it is negative, and nothing is given.
+        sizes: the most that each can give.
+        above: the amount that each has above its quota; negative if below, which gives nothing.
     """
 
     def down_to(level: int) -> list[int]:
@@ -85,15 +85,16 @@ class Tenants:
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """What tells in a directory whose an object is, by number: as good as unique, 0 of `REST`.
+        """Return the numbers that mark objects of each tenant in a directory; 0 for `REST`.
 
-        It follows from the label alone, so that engines which share a directory agree.
+        They follow from the labels alone, so engines that share a directory agree. Collisions are
+        improbable.
         """
         digests = (hashlib.sha256(label.encode()).digest() for label in self.labels[1:])
         return (0, *(1 + int.from_bytes(digest[:8]) % MAX_MARK for digest in digests))
 
     def number_of(self, salt: str | None) -> int:
-        """Return whose salt this is: all of it counts first, then the longest prefix."""
+        """Return the tenant of a salt: by its digest first, then by the longest prefix."""
         if not salt:
             return 0
         digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()
@@ -105,10 +106,10 @@ class Tenants:
 
 
 def parse(text: bytes | None) -> Tenants:
-    """Return the tenants that the text of a file names, None if it cannot be read.
+    """Return the tenants of a file's text; None is a file that cannot be read.
 
     Raises:
-        ConfigError: with the fix; no salt is in it, and no label that may be one.
+        ConfigError: with the fix, but without salts and without labels that may be salts.
     """
     if text is None:
         _refuse("it cannot be read")
@@ -150,7 +151,7 @@ def parse(text: bytes | None) -> Tenants:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; refuse one that has a key twice, of which the last would count."""
+    """Return an object of JSON; refuse duplicate keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -173,9 +174,9 @@ def _refuse(problem: str) -> NoReturn:
 
 
 class TenantsFile:
-    """The `tenants` that a file names; `num_bad` changes of it were of no use and change nothing.
+    """The `tenants` of a file; `num_bad` versions of it were invalid and had no effect.
 
-    A thread of its own reads it, since a file may be slow, and alone changes what is in here.
+    Only its thread changes its state, because reading a file may be slow.
     """
 
     def __init__(self, path: str) -> None:
@@ -186,27 +187,30 @@ class TenantsFile:
         self.tenants = parse(self._text)
 
     def start(self) -> None:
-        """Look again and again from now on, until `close`."""
+        """Poll the file until `close`."""
         threading.Thread(target=self._watch, name="safe-offload-tenants", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._ended.wait(POLL_S):
-            self.look(self._read())
+            self.use(self._read())
 
     def shares_by_mark(self) -> dict[int, int]:
-        """Look now, and return what is guaranteed to the objects of each mark."""
-        self.look(self._read())
+        """Read the file now, and return the quota of each mark."""
+        self.use(self._read())
         return dict(zip(self.tenants.marks, self.tenants.shares, strict=True))
 
-    def look(self, text: bytes | None) -> None:
-        """Take over what the file has, None if it cannot be read, if that is new and of use."""
+    def use(self, text: bytes | None) -> None:
+        """Use the text of the file, None if it cannot be read, if it is new and valid."""
         if text == self._text:
             return
         self._text = text
         try:
             tenants = parse(text)
-            told = 'The file of "tenants" has changed: %d tenants with quotas of %g%% in total.'
-            logger.info(told, len(tenants.labels) - 1, sum(tenants.shares) / 100)
+            logger.info(
+                'The file of "tenants" has changed: %d tenants with quotas of %g%% in total.',
+                len(tenants.labels) - 1,
+                sum(tenants.shares) / 100,
+            )
             self.tenants = tenants
         except ConfigError as error:
             logger.error("Keeping the previous file: %s", error)
@@ -219,5 +223,5 @@ class TenantsFile:
             return None
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._ended.set()

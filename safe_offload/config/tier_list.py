@@ -1,4 +1,4 @@
-"""The list under `"tiers"`: each tier by itself, and what all must have alike."""
+"""Reads the list `"tiers"`: each tier, and the settings on which all must agree."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -18,7 +18,7 @@ from safe_offload.config.tiers import (
 )
 
 _EXAMPLE: Final = '[{"url": "file:///mnt/nvme/kv", "capacity": "1TiB"}]'
-# What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
+# All tiers have these, or none: a spill goes to all of them, under the same namespace.
 _FIELDS_ALIKE: Final[Mapping[str, type]] = {"store": str, "model_version": bool}
 _ALIKE: Final = "all tiers with it, or all without"
 MIXED_KEYS: Final = (
@@ -63,7 +63,7 @@ def tiers() -> Kind:
 
 
 def _read_tier(key: str, place: str, written: object) -> TierConfig:
-    """Return one tier of the list under `key`, or a ConfigError that says where it stands."""
+    """Return one tier of the list, or raise a ConfigError with its place."""
     if not isinstance(written, Mapping):
         refuse(
             NestedKey(place, ""),
@@ -110,7 +110,7 @@ def _require_fitting(location: Location, place: str, written: Mapping[str, objec
 
 
 def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
-    """Refuse the last tier if what all must have alike is not as in the first."""
+    """Refuse the last tier if it disagrees with the first where all must agree."""
     for field, as_type in _FIELDS_ALIKE.items():
         if as_type(getattr(found[0], field)) == as_type(getattr(found[-1], field)):
             continue

@@ -1,7 +1,7 @@
-"""The url of a tier: where it is, and as whom it is used.
+"""The url of a tier: its place and its login.
 
-What a url may have beside the place is little: the rest are settings of the tier. A password is
-never shown: neither in a message about the url nor in what a tier is called.
+Everything else is a setting of the tier. A password is never shown, neither in a message about the
+url nor in a tier's label.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Location:
 
     Attributes:
         scheme: one of `KINDS`.
-        path: of the directory or the socket, absolute; below which names a bucket is used, without
-            a slash at either end; empty for a server.
+        path: of the directory or the socket, absolute; the prefix in a bucket, without a slash at
+            either end; empty for a server.
         host: name or address of a server, or a bucket.
         port: of a server.
         database: number of a server's database.
-        user: to log in as; empty for the server's default user.
-        password: to log in with, as the url has it; empty if it has none.
+        user: login name; empty for the server's default user.
+        password: of the url; empty if it has none.
     """
 
     scheme: str
@@ -74,7 +74,7 @@ class Location:
 
 
 def fix_with(path: str) -> str:
-    """Return the fix with a path that was probably meant; nothing if it may not be printed."""
+    """Return the fix with the likely path; empty if it may not be printed."""
     can_be_shown = len(path) <= PATH_LENGTH_SHOWN and path == without_secrets(path)
     is_good = can_be_shown and not problem_of_path(path)
     return f'write "{URL_KEY}": "file://{path}"' if is_good else ""

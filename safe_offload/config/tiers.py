@@ -1,4 +1,4 @@
-"""The settings of a tier, as both processes know it: of all kinds of place, and of each.
+"""The settings of tiers: common ones, and those of each kind of place.
 
 `KINDS` is the table of kinds. To add a setting, add a field to the class of its kind.
 """
@@ -58,7 +58,7 @@ DEFAULT_TIER_TIMEOUT_S: Final = 5
 MAX_CONNECTIONS: Final = 64
 DEFAULT_CONNECTIONS: Final = 4
 BUCKET_CONNECTIONS: Final = 16
-"""To an object store, if nothing is written: each answer takes it tens of milliseconds."""
+"""More than to a server: each response of an object store takes tens of milliseconds."""
 MAX_REPLICAS: Final = 16
 MAX_TTL_S: Final = 366 * 86400
 
@@ -98,9 +98,7 @@ class TierConfig:
         seconds(MAX_TIER_WAIT_S), DEFAULT_WAIT_S, "Maximum total wait of a request for this tier."
     )
     timeout_s: float = setting(
-        seconds(MAX_TIER_WAIT_S),
-        DEFAULT_TIER_TIMEOUT_S,
-        "Timeout of a probe, read or write.",
+        seconds(MAX_TIER_WAIT_S), DEFAULT_TIER_TIMEOUT_S, "Timeout of a probe, read or write."
     )
     keep: bool = setting(switch(), False, "Copy hits from farther tiers to this one.")
     hmac_key_file: str | None = setting(
@@ -186,10 +184,7 @@ class ValkeyConfig(TierConfig):
         elsewhere='write "capacity"; for a bucket, use a lifecycle rule of the bucket',
     )
     password_file: str | None = setting(
-        file(),
-        None,
-        "File with the server's password, to keep it out of the url.",
-        is_secret=True,
+        file(), None, "File with the server's password, to keep it out of the url.", is_secret=True
     )
 
     @classmethod
@@ -259,9 +254,7 @@ class MooncakeConfig(TierConfig):
     )
     replicas: int = setting(count(1, MAX_REPLICAS, example=2), 1, "Machines that keep each object.")
     config_file: str | None = setting(
-        file(),
-        None,
-        "The file of vLLM's `MOONCAKE_CONFIG_PATH`, for what is not written here.",
+        file(), None, "The file of vLLM's `MOONCAKE_CONFIG_PATH`, for what is not written here."
     )
 
     def of_rank(self, world_size: int, tenants_path: str) -> MooncakeConfig:
@@ -288,7 +281,7 @@ class Scheme:
     Attributes:
         store: the module of its `Store`, and the class.
         config: its settings.
-        read: from the scheme and what follows it in a url to where that is.
+        read: from the scheme and the rest of a url to its place.
     """
 
     example: str
@@ -314,11 +307,11 @@ KINDS: Final = {
     "az": Scheme("az://container/kv", _BUCKET_STORE, BucketConfig),
     MOONCAKE: Scheme("mooncake://master.internal:50051", _MOONCAKE, MooncakeConfig, read_master),
 }
-"""Every kind of place: another one is a line here and a class, and one more if it has settings."""
+"""All kinds of place. A new one is a line here and a class, and a class of its settings, if any."""
 
 
 def _read_url(value: str) -> Location:
-    """Return what a url means; an error has one that can be meant."""
+    """Return the place of a url; an error has the likely url."""
     match = _SCHEME.match(value)
     if match is None:
         is_hidden = not value.startswith("/")
@@ -379,9 +372,9 @@ def schemes_with(*configs: type[TierConfig]) -> str:
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
-    """Return why another process would not find blocks by these hashes, and the fix, or None.
+    """Return why another process would not find blocks by these hashes, and the fix; else None.
 
-    `has_seed`: they begin with a seed that all processes know.
+    `has_seed`: all processes know the seed of the hashes.
     Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
     """
     if not algorithm.endswith("_cbor"):

@@ -1,7 +1,7 @@
 """The fields beside our settings in a KVTransferConfig that names us: defaults and refusals.
 
-`complete` is for what a user has written, before vLLM reads it. `settle` is for the object that
-vLLM makes of it. Both leave configurations of other connectors as they are.
+`complete` takes the configuration as written, before vLLM reads it; `settle` takes vLLM's object.
+Both leave configurations of other connectors unchanged.
 
 Source: vLLM 0.32.0, vllm/config/kv_transfer.py, v1/core/sched/scheduler.py and
 distributed/kv_transfer/kv_connector/v1/multi_connector.py.
@@ -33,10 +33,10 @@ _SPELLING_CUTOFF: Final = 0.9
 
 
 def complete(written: Mapping[str, object]) -> dict[str, object]:
-    """Return what a user has written, with a failure policy if it may be filled in.
+    """Return a configuration as written, with the default failure policy where it applies.
 
-    vLLM reads only the policy of the outermost configuration. It would hold for other connectors
-    too, so under MultiConnector it is filled in if all connectors are ours.
+    vLLM reads only the policy of the outermost configuration, which applies to all connectors. So
+    under MultiConnector it is filled in only if all connectors are ours.
 
     Raises:
         ConfigError: our name or that of its module is misspelt, or a setting stands beside it.
@@ -55,8 +55,8 @@ def complete(written: Mapping[str, object]) -> dict[str, object]:
 def settle(config: Any) -> None:
     """Give a KVTransferConfig that names us its role, and refuse what cannot be used.
 
-    Our children under MultiConnector are checked here, since vLLM reads them only after it has
-    loaded the model. Each gets the outer failure policy, the one that counts.
+    Our children under MultiConnector are checked here, because vLLM reads them only after loading
+    the model. Each gets the outer failure policy, which applies.
 
     Raises:
         ConfigError: a setting or the role cannot be used.
@@ -92,7 +92,7 @@ def settle(config: Any) -> None:
 
 
 def is_ours(written: Mapping[str, object]) -> bool:
-    """Return whether this is a configuration of our connector itself."""
+    """Return whether this configuration names our connector."""
     return written.get("kv_connector") == CONNECTOR_NAME
 
 
@@ -117,7 +117,7 @@ def ours_of(transfer_config: Any) -> list[Mapping[str, Any]]:
 
 
 def _require_spelling(written: Mapping[str, object]) -> None:
-    """Refuse a name that no connector has and that is nearly ours."""
+    """Refuse a misspelling of our name."""
     name = written.get("kv_connector")
     if not isinstance(name, str) or name == CONNECTOR_NAME:
         return
@@ -134,9 +134,9 @@ def _require_spelling(written: Mapping[str, object]) -> None:
 
 
 def _require_module(path: object) -> None:
-    """Refuse a module that is not there, or another one of ours: vLLM would end with a traceback.
+    """Refuse a missing module, or another one of ours: vLLM would exit with a traceback.
 
-    One that is there may have a class of our name; vLLM imports it.
+    Any other module may have a class of our name; vLLM imports it.
     """
     if not isinstance(path, str) or path == CONNECTOR_MODULE:
         return
@@ -168,7 +168,7 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
 
 
 def _require_role(role: object) -> None:
-    """Refuse the role with which a load and a step in flight could write the same block.
+    """Refuse the role that lets a load and a step in flight write the same block.
 
     vLLM keeps a block until no step in flight can write it only if the connector may load
     (`is_kv_consumer`).

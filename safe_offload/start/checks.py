@@ -1,6 +1,6 @@
 """Checks in the process that a user starts, before it starts the engine's own processes.
 
-An error here is the last thing that is printed. Workers look at the memory again when they take it.
+So an error is the last line of the output. Workers check the memory again when they allocate it.
 """
 
 import logging
@@ -20,7 +20,7 @@ from safe_offload.errors import ConfigError
 _RUST: Final = "VLLM_USE_RUST_FRONTEND"
 _EXTRA_KEY: Final = "kv_connector_extra_config"
 DEFAULT_HASH: Final = "sha256"
-"""As safe as the one that takes its place: both end in SHA-256."""
+"""vLLM's; its replacement is as strong, since both are SHA-256."""
 
 CHECKED: Final = "SAFE_OFFLOAD_CHECKED"
 """The variable of the environment that names the process which has checked the start; the processes

@@ -1,4 +1,4 @@
-"""What vLLM loads in every process: the connector's name, and the checks of its configuration.
+"""Loaded by vLLM in every process: registers the connector and checks its configuration.
 
 vLLM calls `register` (entry point group `vllm.general_plugins`) in the API server, in EngineCore
 and in every worker, before any of them needs the connector. After that,
@@ -98,10 +98,10 @@ def _register_name() -> None:
 
 
 def _wrap_kv_transfer_config() -> None:
-    """Fill in what may be left out of a KVTransferConfig that names us, and check our settings.
+    """Complete a KVTransferConfig that names us, and check our settings.
 
-    So a wrong setting is refused by the process that reads the command line, not by a worker that
-    has loaded the model. A `ConfigError` is a `ValueError`, which pydantic reports as its own.
+    So the process that reads the command line refuses an invalid setting, before a worker loads the
+    model. A `ConfigError` is a `ValueError`, which pydantic reports as its own.
     """
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -114,14 +114,14 @@ def _wrap_kv_transfer_config() -> None:
         post_init(config, *args, **kwargs)
 
     wrap(KVTransferConfig, "__post_init__", around)
-    _complete_what_is_written(KVTransferConfig)
+    _complete_as_written(KVTransferConfig)
 
 
-def _complete_what_is_written(config_class: Any) -> None:
-    """Let `complete` see what a user has written, before pydantic fills in vLLM's defaults.
+def _complete_as_written(config_class: Any) -> None:
+    """Pass the configuration as written to `complete`, before pydantic fills in vLLM's defaults.
 
-    In `__post_init__` a default looks like the same word written by the user. If this does not
-    work, vLLM's defaults and messages stay, and the connector warns about the failure policy.
+    `__post_init__` cannot distinguish a default from the same word written by the user. If this
+    fails, vLLM's defaults and messages stay, and the connector warns about the failure policy.
     Source: pydantic, "Customizing the core schema" and `dataclasses.rebuild_dataclass`.
     """
     try:
@@ -169,7 +169,7 @@ def _complete_what_is_written(config_class: Any) -> None:
 
 @contextlib.contextmanager
 def _as_pydantic_says() -> Iterator[None]:
-    """Let our message be what pydantic's ends with: to a plain ValueError it adds a url."""
+    """End pydantic's message with ours: to a plain ValueError, it adds a url."""
     try:
         yield
     except ConfigError as error:
@@ -180,7 +180,7 @@ def _as_pydantic_says() -> Iterator[None]:
 
 
 def _check(check: Callable[[Any], Any], subject: Any) -> Any:
-    """Return what a check returns; None if the check itself has a defect.
+    """Return the result of a check; None if the check itself fails.
 
     vLLM configures engines with other connectors, or none, by the same functions.
     """
@@ -198,10 +198,10 @@ def _check(check: Callable[[Any], Any], subject: Any) -> Any:
 
 
 def _wrap_engine_arguments() -> None:
-    """Check a whole engine's configuration in the process that the user has started.
+    """Check a whole engine's configuration in the process that the user starts.
 
-    There an error is the last line of the output. An error in the engine's own processes is
-    followed by those of the processes that wait for them.
+    There, an error is the last line of the output; one in the engine's own processes is followed by
+    the tracebacks of processes that wait for them.
     """
     arguments = sys.modules.get(_ARGUMENTS_MODULE)
     if arguments is None:

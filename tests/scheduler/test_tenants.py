@@ -79,11 +79,11 @@ def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_count
     logging.getLogger("vllm").addHandler(caplog.handler)
     ask(rig, "one", "chat")
     for text in (text_of(chat="90%", batch="20%"), SALT.encode(), None):
-        feature_of(rig.planner, TenantShares).file.look(text)
+        feature_of(rig.planner, TenantShares).file.use(text)
         ask(rig, f"beside {text!r}", "batch")
     assert slots_of(rig) == {"rest": 0, "chat": 5, "batch": 5}
     assert rig.counts["bad_tenant_files"] == 3
-    feature_of(rig.planner, TenantShares).file.look(text_of(chat="10%", late="50%"))
+    feature_of(rig.planner, TenantShares).file.use(text_of(chat="10%", late="50%"))
     ask(rig, "late", "late")
     assert slots_of(rig) == {"rest": 5, "chat": 5, "late": 5}
     gauges, slot_bytes = rig.planner.gauges(), rig.planner.options.slot_bytes
@@ -139,7 +139,7 @@ def test_whom_no_slot_can_become_free_for_is_not_kept_waiting_for_tiers(tmp_path
     rig.drain()
     assert rig.clock.now_s - began_s < WAIT_S / 2, times
     assert rig.counts["fetch_blocks_no_slot"] == 8
-    feature_of(rig.planner, TenantShares).file.look(b"{}")
+    feature_of(rig.planner, TenantShares).file.use(b"{}")
     rig.forget_gpu_cache()
     rig.add("b", rig.prompt(33, 1), **asks)
     rig.drain()
@@ -163,7 +163,7 @@ def test_pins_keep_no_tenant_from_what_it_is_guaranteed(make_rig, tmp_path):
     for index in range(9):
         ask(rig, f"of batch {index}", "batch", seed=30 + index)
     assert slots_of(rig)["batch"] == 16
-    feature_of(rig.planner, TenantShares).file.look(text_of(batch="70%"))  # 28
+    feature_of(rig.planner, TenantShares).file.use(text_of(batch="70%"))  # 28
     for index in range(9):
         ask(rig, f"again of batch {index}", "batch", seed=50 + index)
     assert feature_of(rig.planner, PinnedPrompts).pins.num_slots <= 12

@@ -83,7 +83,7 @@ class Faults:
             elif fault.kind is FaultKind.FLIP:
                 self._flip(fault)
             elif fault.kind is FaultKind.TENANTS:
-                feature_of(self._core.connector.side, TenantShares).file.look(
+                feature_of(self._core.connector.side, TenantShares).file.use(
                     TEXTS[fault.amount % len(TEXTS)]
                 )
                 self._injected[fault.kind.value] += 1
