@@ -21,7 +21,10 @@ _ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
 NEW, _LEFT, USED = 0, 1, 2  # kinds; from `USED` on with the mean of the last gaps' age bins
 SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
 _NUM_KINDS = USED + _NUM_AGES // 2
-_LEARN_EVERY, _KEPT = 64, 0.99  # batches, after 8, 16, 32 at first; of all counts, each time
+_GROUPS = NEW, _LEFT, USED  # first kinds of the groups whose kinds resemble one another
+_GROUP_OF_KIND = [min(kind, USED) for kind in range(_NUM_KINDS)]
+_PRIOR, _PRIOR_OF_KIND = 0.1, 1.0  # of all slots: the weight of the broader estimate
+_LEARN_EVERY, _KEPT = 64, 0.97  # batches, after 8, 16, 32 at first; of all counts, each time
 
 
 class ReuseBatches(EvictionPolicy):
@@ -319,9 +322,11 @@ class Batch:
 class _Worth:
     """What a slot is worth, by kind and age: 1 if it is used again now, half at `HORIZON_S`.
 
-    What is seldom seen is taken to be like all kinds together, and these to be used again in a
-    tenth of the cases in each half octave. The idea is that of N. Beckmann, H. Chen, A. Cidon,
-    "LHD: improving cache hit rate by maximizing hit density", NSDI 2018.
+    The chance of reuse at an age is estimated from few cases, and drifts; so each estimate starts
+    from a broader one, as if that had been seen for a number of slots: a kind that was used before
+    from all such kinds, these, and the other kinds, from all kinds, and all kinds from a tenth in
+    each half octave. The idea is that of N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit
+    rate by maximizing hit density", NSDI 2018.
 
     Bound: an entry for each kind and age.
     """
@@ -330,7 +335,7 @@ class _Worth:
         self.table = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
         self._returned = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
         self._lost = [0.0] * _NUM_KINDS
-        self._prior = 0.1 * num_slots
+        self._num_slots = num_slots
         self._num_seen = 0
 
     def observe(self, kind: int, age: int, count: int, *, was_gone: bool) -> None:
@@ -348,10 +353,11 @@ class _Worth:
 
     def _learn(self) -> None:
         returned, lost = np.array(self._returned), np.array(self._lost)
-        of_all = np.add.accumulate(returned)[-1:]  # in the order of the kinds
-        lost_of_all = np.array([sum(self._lost)])
-        chances = _chances(of_all, lost_of_all, np.full((1, _NUM_AGES), 0.1), self._prior)
-        left = _chances(returned, lost, chances, self._prior).T
+        of_groups = np.add.reduceat(returned, _GROUPS), np.add.reduceat(lost, _GROUPS)
+        of_all = np.add.reduce(of_groups[0])[None], np.add.reduce(of_groups[1])[None]
+        chances = _chances(*of_all, np.full((1, _NUM_AGES), 0.1), _PRIOR * self._num_slots)
+        chances = _chances(*of_groups, chances, _PRIOR * self._num_slots)[_GROUP_OF_KIND]
+        left = _chances(returned, lost, chances, _PRIOR_OF_KIND * self._num_slots).T
         later, worth = (1 - left) * _DISCOUNTS, np.zeros(_NUM_KINDS)
         table = np.empty_like(left)
         for age in range(_NUM_AGES - 1, -1, -1):
