@@ -95,7 +95,7 @@ class OffloadConfig:
     )
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
-        ADAPTIVE,
+        "returns",
         "Eviction order: least recently used (`lru`), segmented LRU (`slru`), longest expected "
         "time to reuse (`returns`, which does not admit blocks worth less than their victims), or "
         "whichever of `lru`, `2q` and `returns` hits most (`adaptive`).",

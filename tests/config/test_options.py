@@ -55,7 +55,7 @@ def test_nothing_set_means_the_defaults_of_simple_cpu_offload_connector():
     assert (config.max_inflight_bytes, config.transfer_timeout_s) == (256 * MIB, 30.0)
     assert (config.copy_threads, config.verify_every) == (1, 0)
     assert (config.lazy_offload, config.verify_invariants) == (False, False)
-    assert (config.eviction_policy, config.copy_path) == ("adaptive", "auto")
+    assert (config.eviction_policy, config.copy_path) == ("returns", "auto")
 
 
 def test_server_wide_bytes_are_divided_by_the_world_size():

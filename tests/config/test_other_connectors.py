@@ -139,7 +139,7 @@ def test_only_a_key_that_nobody_knows_is_refused():
 
 def test_a_policy_of_another_package_is_not_refused():
     theirs = {"cache_policy_module_path": "their.policy", "eviction_policy": "theirs"}
-    assert options(theirs).eviction_policy == "adaptive"
+    assert options(theirs).eviction_policy == "returns"
     assert set(without_effect(theirs, VALID_KEYS)) == set(theirs)
     with pytest.raises(ConfigError, match="unknown value"):
         options({"eviction_policy": "theirs"})

@@ -74,7 +74,7 @@ def test_an_engine_starts_and_hits(model, tmp_path, places):
         (info,) = report.data["info"]
         slots = 64 if "num_cpu_blocks" in public.extra else (64 << 20) // (32 << 10)
         assert int(info["slots_per_rank"]) == slots
-        assert info["eviction_policy"] == public.comes_to.get("eviction_policy", "adaptive")
+        assert info["eviction_policy"] == public.comes_to.get("eviction_policy", "returns")
         if warned := [key for key in public.warned if key != "eviction_policy"]:
             (line,) = (text for text in report.log.splitlines() if "of other connectors" in text)
             assert all(f'"{key}" (' in line for key in warned)
