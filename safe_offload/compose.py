@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import engine_config, media_ids, specs
-from safe_offload.config.options import ADAPTIVE
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import make_events
@@ -15,7 +14,6 @@ from safe_offload.scheduler.cache.tenants import TenantQuotas
 from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.features.estimates import Estimates
 from safe_offload.scheduler.features.events import Events
-from safe_offload.scheduler.features.eviction_order import EvictionOrder
 from safe_offload.scheduler.features.node import NodePool
 from safe_offload.scheduler.features.pins.hints import Hints
 from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
@@ -133,8 +131,6 @@ class Composition:
             yield TenantShares(planner, slots, self._quotas, self._salts, self._tenants)
         if config.estimate_hit_rates:
             yield Estimates(planner.hits)
-        if config.eviction_policy == ADAPTIVE:
-            yield EvictionOrder(planner)
         if self._has_wishes and self._tiered_hits is not None:
             yield PinnedPrompts(planner, self._tiered_hits, config.pin_share)
 

@@ -40,7 +40,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "protocol",
         "scheduler",
         "scheduler/cache",
-        "scheduler/eviction",
         "scheduler/loads",
         "scheduler/node",
         "scheduler/stores",
@@ -130,12 +129,6 @@ READS_PRIVATE = {
     "node/test_dead.py": ("_engines",),  # damages what a row of a table says
     "node/test_lots.py": ("_are_held",),  # an owner sees a guest too late
     "node/test_table.py": ("_engines", "_mapping", "_tokens"),  # flips each bit of a table
-    "scheduler/eviction/test_adaptive.py": (
-        "_batches",
-        "_fresh",
-        "_ghosts",
-        "_used_before",
-    ),  # bounds
     "scheduler/loads/test_admission.py": ("_by_missing",),  # the bound of a heap
     "scheduler/loads/test_shared_loads.py": ("_loads", "_marks", "_shared_loads"),  # are left empty
     "scheduler/test_growth.py": ("_counts", "_first", "_stretches"),  # of pins, which are a tree

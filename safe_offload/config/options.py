@@ -55,8 +55,7 @@ DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 # The first that is written takes precedence: bytes, as in vLLM.
 CAPACITY_KEYS: Final = ("cpu_bytes_to_use_per_rank", "cpu_bytes_to_use", "num_cpu_blocks")
 
-ADAPTIVE: Final = "adaptive"
-EVICTION_POLICIES: Final = (ADAPTIVE, "lru", "slru", "returns")
+EVICTION_POLICIES: Final = ("returns", "lru")
 
 # The fields of vLLM's KVTransferConfig, which users put one level too deep.
 # Source: vLLM 0.32.0, vllm/config/kv_transfer.py.
@@ -96,9 +95,8 @@ class OffloadConfig:
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
         "returns",
-        "Eviction order: least recently used (`lru`), segmented LRU (`slru`), longest expected "
-        "time to reuse (`returns`, which does not admit blocks worth less than their victims), or "
-        "whichever of `lru`, `2q` and `returns` hits most (`adaptive`).",
+        "Eviction order: least likely to be reused soon (`returns`, which does not admit blocks "
+        "worth less than their victims) or least recently used (`lru`).",
     )
     pin_share: float = setting(
         share(MAX_PIN_SHARE), 0, "Fraction of host memory that requests may pin."

@@ -40,7 +40,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "spec_module_path": _ONE_WAY,
     "spec_name": _ONE_WAY,
     "sync_load_budget_bytes": "loads never delay a step",
-    "store_threshold": f'{_EVERY}; "eviction_policy": "adaptive" resists one-off prompts',
+    "store_threshold": f'{_EVERY}; "eviction_policy": "returns" resists one-off prompts',
     "tier_poll_interval_s": "tiers report when they are done",
     "threads_per_gpu": 'write "num_threads" into the tier',
     "use_page_cache": "direct I/O is used wherever it works",
@@ -54,8 +54,8 @@ DISK_KEYS: Final = ("disk_path", "disk_capacity_bytes")
 SPEC: Final = "spec_module_path"
 _POLICY: Final = "eviction_policy"
 
-POLICIES: Final[Mapping[str, str]] = {"arc": "slru"}
-"""Eviction policies of others, with our nearest."""
+POLICIES: Final[Mapping[str, str]] = dict.fromkeys(("arc", "adaptive", "slru"), "returns")
+"""Eviction policies of others, and of our last version, with the one used instead."""
 
 LMCACHE: Final = "LMCACHE_"
 """The prefix of LMCache's environment variables."""

@@ -68,7 +68,7 @@ INFO = (
     *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
     *("ranks", "slots_per_rank", "host_bytes_per_rank", "tokens"),
     *("longest_requests", "gpu_pools", "groups"),
-    *("eviction_order", "memory", "huge_pages", "numa_node", "copies_by", "ranks_per_copy"),
+    *("memory", "huge_pages", "numa_node", "copies_by", "ranks_per_copy"),
 )
 """Labels of the metric `info`. The last five come from the reports of all ranks."""
 

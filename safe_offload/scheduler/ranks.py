@@ -47,7 +47,6 @@ class Ranks:
         self._counters = counters
         self.has_dead = False
         self.host_labels: Mapping[str, str] = merge(())
-        self._more_labels: dict[str, str] = {}
         self._facts: dict[int, HostFacts] = {}
         self._is_ready = False
         self._capacities: dict[int, int] = {}
@@ -74,7 +73,7 @@ class Ranks:
                 self.lose(facts.rank, f"{why}; rank {other.rank} reports {other.num_sharing}")
         if len(known) < self._num_ranks:
             return
-        labels = merge(known) | self._more_labels
+        labels = merge(known)
         if labels != self.host_labels:
             self.host_labels = labels
         if self._is_ready or any(f.memory.kind is MemoryKind.LOCKING for f in known):
@@ -90,11 +89,6 @@ class Ranks:
             labels["numa_node"],
             labels["copies_by"],
         )
-
-    def label(self, name: str, value: str) -> None:
-        """Add a label to `host_labels`."""
-        self._more_labels[name] = value
-        self.host_labels = {**self.host_labels, name: value}
 
     def retire(self, bad: BadSlots) -> None:
         """Retire slots whose memory has changed."""

@@ -73,7 +73,6 @@ def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str
         "version": __version__,
         "stores": "lazy" if config.lazy_offload else "eager",
         "eviction_policy": config.eviction_policy,
-        "eviction_order": config.eviction_policy,
         "load_failure_policy": str(policy),
         "copy_path": config.copy_path,
         "self_test": "on" if config.self_test else "off",

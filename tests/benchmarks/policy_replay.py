@@ -5,23 +5,16 @@ host holds. What the host has of the prompt is leased, the rest is stored into s
 or that the policy gives up, and at its end the prompt releases its slots, tail first.
 """
 
-import functools
-import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.eviction.adaptive import Adaptive
-from safe_offload.scheduler.eviction.contest import RATE_MAX, Contest
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
 from tests.benchmarks.policy_traces import Prompt, Trace
 
 NUM_RUNNING = 4
 """Prompts that keep their leases at the same time."""
-
-BLOCKS = 32
-"""Of vLLM's, 16 tokens each, that a block of these traces stands for when blocks are sampled."""
 
 MakePolicy = Callable[..., EvictionPolicy]
 
@@ -59,8 +52,6 @@ class HostModel:
     ) -> None:
         self._keys: list[bytes | None] = [None] * num_slots
         self._policy = make_policy(num_slots, self._keys)
-        is_adaptive = isinstance(self._policy, Adaptive)
-        self._contest = Contest(num_slots, rate_max=BLOCKS * RATE_MAX) if is_adaptive else None
         self._num_running = num_running
         self._now_s = 0.0
         self._empty = list(range(num_slots - 1, -1, -1))
@@ -93,9 +84,6 @@ class HostModel:
         if not self._num_running:
             self._release(self._running.popleft())
         self._use_gpu(prompt)
-        if self._contest is not None:
-            self._contest.see(list(map(_hash, prompt)), len(prompt), now_s, len(self._empty))
-            self._policy.prefer(self._contest.order)
         return num_gpu, num_hit
 
     def _lease(self, slots: list[int]) -> None:
@@ -127,11 +115,6 @@ class HostModel:
             self._gpu.move_to_end(key)
         while len(self._gpu) > self._num_gpu_blocks:
             self._gpu.popitem(last=False)
-
-
-@functools.cache
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _leading(prompt: Prompt, present: dict[bytes, int] | OrderedDict[bytes, None]) -> int:

@@ -13,8 +13,6 @@ NUM_PROMPTS = 1000
 NUM_PROMPTS_MORE = {"uniform": 1500}
 """Where nothing predicts the next prompt, a thousand hits are as many give or take 3 %."""
 SIZES = (0.05, 0.1, 0.3, 0.6)
-OTHERS = ("slru", "returns")
-"""Than `lru`; what `adaptive` does is up to its contest."""
 
 
 @cache
@@ -32,21 +30,19 @@ def hit_rate(name: str, policy: str, size: float) -> float:
 # ---- what the policies achieve -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", OTHERS)
-def test_one_off_prompts_do_not_push_out_a_shared_prefix(policy):
-    assert hit_rate("one-off", policy, 0.05) >= 1.5 * hit_rate("one-off", "lru", 0.05) > 0
+def test_one_off_prompts_do_not_push_out_a_shared_prefix():
+    assert hit_rate("one-off", "returns", 0.05) >= 1.5 * hit_rate("one-off", "lru", 0.05) > 0
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("policy", "part"), [("slru", 0.97), ("returns", 0.9)])
 @pytest.mark.parametrize("name", GENERATORS)
-def test_no_trace_is_much_worse_than_with_lru(name, policy, part):
+def test_no_trace_is_much_worse_than_with_lru(name):
     for size in SIZES:
-        assert hit_rate(name, policy, size) >= part * hit_rate(name, "lru", size)
+        assert hit_rate(name, "returns", size) >= 0.9 * hit_rate(name, "lru", size)
 
 
 def test_with_returns_popular_documents_are_hit_more_often():
-    assert hit_rate("documents", "returns", 0.05) >= 1.15 * hit_rate("documents", "slru", 0.05)
+    assert hit_rate("documents", "returns", 0.05) >= 1.3 * hit_rate("documents", "lru", 0.05)
 
 
 # ---- the traces and the model ------------------------------------------------------------------

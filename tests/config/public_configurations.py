@@ -348,7 +348,7 @@ PUBLIC = (
             "eviction_policy": "arc",
             "secondary_tiers": [_fs("/mnt/kv-cache-0"), _fs("/mnt/kv-cache-1")],
         },
-        {"eviction_policy": "slru", "paths": ["/mnt/kv-cache-0", "/mnt/kv-cache-1"]},
+        {"eviction_policy": "returns", "paths": ["/mnt/kv-cache-0", "/mnt/kv-cache-1"]},
         ("eviction_policy", "spec_name"),
     ),
     Public(

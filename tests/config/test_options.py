@@ -209,7 +209,7 @@ REFUSED = {
         )
         for key, maximum in COUNTS.items()
     },
-    "eviction_policy": (("fifo",), ('"adaptive", "lru", "slru", "returns"',)),
+    "eviction_policy": (("fifo",), ('"returns", "lru"',)),
     "copy_path": (
         ("Auto", "", "dma", 1, True, None, ["batch"]),
         ('Allowed: "auto", "batch", "kernel", "each"', "Fix: "),

@@ -301,12 +301,12 @@ def test_a_label_tells_counts_of_one_metric_apart(metrics, registry):
 def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(
     make_rig, metrics, registry, monkeypatch
 ):
-    connector = make_rig(extra={"num_cpu_blocks": 60, "eviction_policy": "slru"}).connector
+    connector = make_rig(extra={"num_cpu_blocks": 60, "eviction_policy": "lru"}).connector
     first = connector.get_kv_connector_stats()
     assert "info" not in first.reduce()
     told = first.aggregate(stats({"hit_tokens": 1})).data["info"]
     assert set(told) == set(INFO)
-    assert (told["slots_per_rank"], told["eviction_policy"]) == ("60", "slru")
+    assert (told["slots_per_rank"], told["eviction_policy"]) == ("60", "lru")
     assert told["memory"] == "unknown", "the workers of the simulator tell nothing of theirs"
     monkeypatch.setattr(connector.side, "has_changed", True)
     later = connector.get_kv_connector_stats()

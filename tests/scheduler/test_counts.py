@@ -34,9 +34,8 @@ def evicted(rig: Rig) -> dict[str, int]:
 # ---- evictions: why there are no hits ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_a_pool_too_small_evicts_young_blocks(make_rig, policy):
-    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": policy})
+def test_a_pool_too_small_evicts_young_blocks(make_rig):
+    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": "lru"})
     assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0] * 6
     seen = evicted(rig)
     assert (seen["hit"], seen["unhit"]) == (0, 5 * NUM_BLOCKS)

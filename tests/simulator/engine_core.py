@@ -18,8 +18,7 @@ import numpy as np
 
 from safe_offload.compat.engine_config import ranks_per_copy
 from safe_offload.compat.live_weights import ModelLoads
-from safe_offload.config.options import ADAPTIVE, OffloadConfig
-from safe_offload.scheduler.eviction.adaptive import Order
+from safe_offload.config.options import OffloadConfig
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.opening import Opened
@@ -292,7 +291,6 @@ class EngineCore(Stepper):
         self.process_engine_step()
 
     def _schedule(self) -> Batch:
-        self._prefer_some_order()
         output = self.schedule()
         self.findings.raise_first()
         batch = self.runner.prepare(output)
@@ -302,14 +300,6 @@ class EngineCore(Stepper):
         if not batch.works:
             self.clock.advance(1.0)  # an idle engine polls
         return batch
-
-    def _prefer_some_order(self) -> None:
-        """What a contest of the orders may say at any time, which takes more than these hosts."""
-        if self.config.eviction_policy != ADAPTIVE:
-            return
-        if self.chance.happens(1 / 32, "other order", self.num_steps):
-            order = self.chance.choose([*Order], "order", self.num_steps)
-            self.connector.side.hits.slots.prefer(order)
 
     def _let_ranks_run(self) -> None:
         for worker in self.workers:

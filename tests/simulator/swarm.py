@@ -281,11 +281,7 @@ class _Draw:
         extra: dict[str, Any] = {}
         if self._is_on("lazy"):
             extra["lazy_offload"] = True
-        if self._is_on("slru"):
-            extra["eviction_policy"] = "slru"
-        elif self._is_on("returns"):
-            extra["eviction_policy"] = "returns"
-        elif self._is_on("lru"):
+        if self._is_on("lru"):
             extra["eviction_policy"] = "lru"
         if self._is_on("verify", 0.375):
             extra["verify"] = self._one_of(("load", "sample:2"), "verify how")

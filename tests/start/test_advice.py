@@ -130,11 +130,11 @@ def test_advice_that_cannot_be_given_does_not_end_the_start(logged, monkeypatch)
 def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, expected):
     with caplog.at_level("INFO", "vllm.safe_offload.start.advice"):
         config, cache = advise(
-            num_slots, dataclasses.replace(FULL, groups=groups), eviction_policy="slru"
+            num_slots, dataclasses.replace(FULL, groups=groups), eviction_policy="lru"
         )
     (line,) = {m for m in caplog.messages if m.startswith("safe_offload ")}
     assert expected in line
-    assert f"safe_offload {safe_offload.__version__}: eager stores, slru eviction" in line
+    assert f"safe_offload {safe_offload.__version__}: eager stores, lru eviction" in line
     assert "Per rank (4): up to 80 slots" in line
     assert f"KV cache groups: {len(groups)}" in line
     num_request = specs.num_blocks_of_longest_request(config, cache)

@@ -237,15 +237,6 @@ class SlotPool:
             num_evicted, last_slot, first_hash, self._now_s
         )
 
-    def prefer(self, order: str) -> None:
-        """See `EvictionPolicy`."""
-        self._evictable.prefer(order)
-
-    @property
-    def now_s(self) -> float:
-        """The time that was noted last."""
-        return self._now_s
-
     def grant(self, count: int, salt: str | None = None) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
 

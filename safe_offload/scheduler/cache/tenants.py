@@ -45,7 +45,6 @@ class TenantPolicy(EvictionPolicy):
         super().__init__(0, hashes)
         self._make = functools.partial(make, num_slots, hashes)
         self._policies = [self._make()]
-        self._order = ""
         self.owners = bytearray(num_slots)
         self.held, self.guaranteed = [0], [0]
         self.evicted: Counter[int] = Counter()
@@ -67,7 +66,6 @@ class TenantPolicy(EvictionPolicy):
         """`numbers` has for each tenant which it is from now on; 0 if it is none any more."""
         before, self._policies = self._policies, [self._make() for _ in range(num_tenants)]
         self._policies[0] = before[0]
-        self.prefer(self._order)
         for old, new in enumerate(numbers):
             if new:
                 self._policies[new] = before[old]
@@ -75,12 +73,6 @@ class TenantPolicy(EvictionPolicy):
                 self._policies[0].release(before[old].peek(len(before[old])), now_s)
         self.owners = self.owners.translate(bytes(numbers).ljust(256, b"\0"))
         self.asking = 0
-
-    def prefer(self, order: str) -> None:
-        """See `EvictionPolicy`; all tenants' are the same."""
-        self._order = order
-        for policy in self._policies:
-            policy.prefer(order)
 
     @property
     def above(self) -> list[int]:

@@ -13,9 +13,6 @@ from typing import ClassVar
 
 from safe_offload.scheduler.eviction.slot_queue import SlotQueue
 
-PROTECTED_SHARE = 0.2
-"""Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
-recency is all that counts (docs/benchmarks.md: eviction policies)."""
 Hashes = Sequence[bytes | None]
 
 
@@ -71,9 +68,6 @@ class EvictionPolicy:
         """
         return True
 
-    def prefer(self, order: str) -> None:
-        """Evict in this order from now on, if the policy has several."""
-
     def peek(self, count: int) -> list[int]:
         """Return up to `count` slots that are evicted next, the first to go first."""
         return self._queue.peek(count)
@@ -111,73 +105,3 @@ class EvictionPolicy:
 
 class Lru(EvictionPolicy):
     """The slot goes first that was released longest ago."""
-
-
-class Slru(EvictionPolicy):
-    """Segmented LRU: what was never hit goes before what was.
-
-    A slot whose content is new waits on probation; one that was hit is protected when it is
-    released. Protected slots may be a share of the evictable ones; those above it, the longest
-    unused first, go to the end of the probation queue, as if they had just been released for the
-    first time. So one-off prompts, however long, push out each other and what has been of no use
-    for a while, and a prefix that many prompts share outlasts them.
-
-    Bound: an entry for each slot.
-
-    Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system
-    performance", IEEE Computer 27(3), 1994. Of our own is that a slot moves when it is released,
-    and that the share is of what is evictable, enforced when something is evicted.
-    """
-
-    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
-        super().__init__(num_slots, hashes)  # its queue is the one on probation
-        self._protected = SlotQueue(num_slots)
-        self._was_hit = bytearray(num_slots)
-
-    def release(self, slots: Sequence[int], now_s: float) -> None:
-        """See `EvictionPolicy`."""
-        was_hit = self._was_hit
-        used = [slot for slot in slots if was_hit[slot]]
-        if len(used) < len(slots):
-            unused = [slot for slot in slots if not was_hit[slot]] if used else slots
-            self._queue.append(unused, now_s)
-        self._protected.append(used, now_s)
-
-    def lease(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
-        self._take_out(list(slots), was_hit=True)
-
-    def hold(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
-        slots = list(slots)
-        self._queue.remove(slots)
-        self._protected.remove(slots)
-
-    def peek(self, count: int) -> list[int]:
-        """See `EvictionPolicy`; protected slots that are too many come after all others here."""
-        first = self._queue.peek(count)
-        return first + self._protected.peek(count - len(first))
-
-    def evict(self, count: int, now_s: float) -> list[int]:
-        """See `EvictionPolicy`."""
-        num_surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
-        for released_s, slots in self._protected.take(num_surplus):
-            self._queue.append(slots, released_s)
-        evicted = self._evicted(self._queue.take(count), now_s)
-        evicted += self._evicted(self._protected.take(count - len(evicted)), now_s)
-        for slot in evicted:
-            self._was_hit[slot] = False
-        return evicted
-
-    def forget(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
-        self._take_out(list(slots), was_hit=False)
-
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._protected)
-
-    def _take_out(self, slots: list[int], *, was_hit: bool) -> None:
-        self._queue.remove(slots)
-        self._protected.remove(slots)
-        for slot in slots:
-            self._was_hit[slot] = was_hit

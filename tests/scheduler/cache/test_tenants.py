@@ -107,7 +107,7 @@ def test_a_grant_takes_as_many_as_it_was_said_to():
     pool.release(leased)
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", ["lru", "returns"])
 def test_of_each_tenants_slots_its_policy_says_which_go(policy):
     pool = pool_of(10, tenants_of(0, a=50), policy)
     first = fill(pool, "other", 5)

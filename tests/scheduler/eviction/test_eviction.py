@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from safe_offload.scheduler.eviction.policies import POLICIES
-from safe_offload.scheduler.eviction.policy import PROTECTED_SHARE, EvictionPolicy, Lru, Slru
+from safe_offload.scheduler.eviction.policy import EvictionPolicy, Lru
 from safe_offload.scheduler.eviction.reuse import GHOSTS_MAX, ExpectedReuse
 
 NUM_SLOTS = 24
@@ -83,29 +83,17 @@ def test_age_survives_the_sweep(policy):
     assert policy.take_age_s() == 2.0
 
 
-def test_slru_keeps_the_age_of_what_it_protects_no_more():
-    policy = Slru(NUM_SLOTS)
-    policy.release([0, 1], 0.0)
-    policy.lease([0, 1])
-    policy.release([0], 10.0)
-    policy.release([1], 20.0)
-    assert policy.evict(1, 50.0) == [0], "the share of two is none: both are demoted"
-    assert policy.take_age_s() == 40.0
-    assert policy.evict(1, 50.0) == [1]
-    assert policy.take_age_s() == 30.0
-
-
 # ---- what is read for a spill ------------------------------------------------------------------
 
 
 def test_what_is_only_read_is_evicted_as_if_nothing_had_read_it():
-    for policy in (Lru(NUM_SLOTS), Slru(NUM_SLOTS)):
-        policy.release([0, 1], 0.0)
-        policy.lease([2])  # a hit
-        policy.release([2], 0.0)
-        policy.hold([0])
-        policy.release([0], 0.0)
-        assert take_all(policy) == ([1, 2, 0] if not isinstance(policy, Slru) else [1, 0, 2])
+    policy = Lru(NUM_SLOTS)
+    policy.release([0, 1], 0.0)
+    policy.lease([2])  # a hit
+    policy.release([2], 0.0)
+    policy.hold([0])
+    policy.release([0], 0.0)
+    assert take_all(policy) == [1, 2, 0]
 
 
 def test_what_is_to_go_first_goes_first_and_can_be_seen_before(policy):
@@ -209,77 +197,6 @@ TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, 
 
 
 # ---- the order of each -------------------------------------------------------------------------
-
-
-def test_slru_evicts_what_was_never_hit_before_what_was():
-    policy = Slru(NUM_SLOTS)
-    policy.release([1, 0], 0.0)
-    policy.lease([0, 1])
-    policy.release([1, 0], 0.0)
-    policy.release(list(range(NUM_SLOTS - 1, 1, -1)), 0.0)
-    assert take_all(policy)[-2:] == [1, 0]
-
-
-def test_slru_counts_a_hit_of_a_slot_that_is_leased():
-    """A prefix that is in use all the time is not a one-off because it was released only once."""
-    policy = Slru(NUM_SLOTS)
-    policy.lease([0])  # granted when it was empty, and hit before it was released
-    policy.release([0], 0.0)
-    policy.release(list(range(1, NUM_SLOTS)), 0.0)
-    assert take_all(policy)[-1] == 0
-
-
-def test_slru_protects_a_share_and_gives_the_others_another_chance():
-    policy = Slru(20)
-    policy.release(list(range(20)), 0.0)
-    policy.lease(range(10))
-    policy.release(list(range(10)), 0.0)
-    num_protected = int(PROTECTED_SHARE * 20)
-    assert take_all(policy) == [*range(10, 20), *range(10)]
-    policy.release(list(range(20)), 0.0)
-    policy.lease(range(10))
-    policy.release(list(range(10)), 0.0)
-    policy.lease(range(10, 20))
-    policy.release(list(range(10, 20)), 0.0)  # these protect themselves, and demote the others
-    order = take_all(policy)
-    assert order[:10] == list(range(10))
-    assert order[-num_protected:] == list(range(20 - num_protected, 20))
-
-
-def test_slru_gives_up_what_it_has_protected_for_long_and_not_only_what_is_new():
-    policy = Slru(20)
-    slots = list(range(20))
-    policy.release(slots, 0.0)
-    policy.lease(slots)
-    policy.release(slots, 0.0)
-    assert policy.evict(1, 0.0) == [0]
-    policy.release([0], 0.0)
-    num_given_up = 20 - int(PROTECTED_SHARE * 20)
-    assert take_all(policy) == [*range(1, num_given_up), 0, *range(num_given_up, 20)]
-
-
-def test_slru_takes_what_a_slot_holds_after_eviction_for_new():
-    policy = Slru(NUM_SLOTS)
-    policy.release([0], 0.0)
-    policy.lease([0])
-    policy.release([0], 0.0)
-    assert policy.evict(1, 0.0) == [0]
-    policy.release([0], 0.0)
-    policy.release(list(range(1, NUM_SLOTS)), 0.0)
-    assert take_all(policy)[0] == 0
-
-
-def test_slru_knows_nothing_of_what_a_slot_held_before():
-    policy = Slru(NUM_SLOTS)
-    policy.release([1, 0], 0.0)
-    policy.lease([0, 1])
-    policy.forget([1])  # while it is leased
-    policy.release([0], 0.0)
-    assert policy.evict(1, 0.0) == [0]
-    policy.release([1], 0.0)
-    policy.release([0], 0.0)
-    policy.release([5, 4, 3, 2], 0.0)
-    assert take_all(policy) == [1, 0, 5, 4, 3, 2]
 
 
 def test_returns_keeps_what_comes_back_and_evicts_what_came_later_and_does_not():
