@@ -47,8 +47,7 @@ class PinChecker:
         tap(core.connector, "build_connector_meta", self._see_planning)
         tap(self._side.hits.slots, "grant", self._see_grant)
         self._may_have_ended = False  # pins whose tenants are guaranteed less than before
-        if hasattr(self._side.hits.slots, "use"):
-            tap(self._side.hits.slots, "use", self._see_tenants)
+        tap(self._side.hits.slots, "use_tenants", self._see_tenants)
         tap(self._side.hits.directory, "forget", self._see_forget)
         if core.node is not None:
             core.node.watch(core, self._see_written)
