@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ import numpy as np
 
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.tiers import MAX_TIERS
-from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
 from safe_offload.protocol import (
     ALL_TIERS,
@@ -33,13 +32,12 @@ from safe_offload.protocol import (
     Probe,
     TierTransfer,
 )
-from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
 from safe_offload.tiers.namespace.namespace_facts import Doubt, Learned, NamespaceFacts
 from safe_offload.tiers.tiered_probe import TieredProbe
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.loop_thread import Loop
-from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import ALONE, Share
 from safe_offload.worker.verify import Verifier
 
@@ -51,42 +49,6 @@ TAKEN = (Result.DONE, Result.PRESENT)
 REFUSED = (Result.FULL, Result.STILL_FULL, Result.REFUSED, Result.UNREADABLE)
 """What is not written again; but for FULL, where others of the call found room and no other tier
 has it."""
-
-
-class Slots:
-    """The host slots of a rank, as numbers: for tiers that map the memory themselves."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    @property
-    def num_usable_slots(self) -> int:
-        """See `Backend.num_usable_slots`."""
-        return self._backend.num_usable_slots
-
-    def slot(self, slot_id: int) -> Any:
-        """Return a slot as its tiers take it. Not called after `release`."""
-        return slot_id
-
-    def release(self) -> None:
-        """Hold the memory no longer: it is about to be freed."""
-
-
-class HostSlots(Slots):
-    """Those of a host memory, as buffers: for tiers in this process."""
-
-    def __init__(self, host: HostMemory, layout: HostLayout, backend: Backend) -> None:
-        super().__init__(backend)
-        self._memory: memoryview | None = host.tensor.numpy().data
-        self._layout = layout
-
-    def slot(self, slot_id: int) -> Buffers:
-        memory = self._memory
-        assert memory is not None
-        return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
-
-    def release(self) -> None:
-        self._memory = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -153,7 +115,10 @@ class TierRunner:
 
     Args:
         guarded_tiers: the tiers, at most `MAX_TIERS`.
+        backend: says how many slots are usable.
         loop: of the transfers, which also run this (`Transfers`).
+        slot_of: returns a slot as the tiers take it. It may hold the memory, so it is let go of
+            before that is freed.
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
         namespace_facts: where they have to be learned. Nothing is asked or written before; spills
@@ -167,9 +132,10 @@ class TierRunner:
         self,
         rank: int,
         guarded_tiers: Sequence[GuardedTier],
-        slots: Slots,
+        backend: Backend,
         loop: Loop,
         *,
+        slot_of: Callable[[int], Any] = int,
         share: Share = ALONE,
         verifier: Verifier | None = None,
         namespace_facts: NamespaceFacts | None = None,
@@ -179,7 +145,8 @@ class TierRunner:
         self.doubts: tuple[str, ...] = ()
         self._namespace_facts = namespace_facts
         self._rank = rank
-        self._slots = slots
+        self._backend = backend
+        self._slot_of: Callable[[int], Any] | None = slot_of
         self._loop = loop
         self._share = share
         self._verifier = verifier
@@ -273,7 +240,7 @@ class TierRunner:
         assert key not in self._pending
         self._pending[key] = pending
         if pending.operation is not Operation.PROBE:
-            num_slots = self._slots.num_usable_slots
+            num_slots = self._backend.num_usable_slots
             if not all(0 <= slot_id < num_slots for slot_id in pending.slot_ids):
                 logger.error("%r names slots that do not exist", pending)
                 self._settle(pending, FailureReason.BAD_PLAN)
@@ -314,7 +281,7 @@ class TierRunner:
         self._has_ended = True
         if any(guarded.num_running for guarded in self.guarded_tiers):
             return False  # the loop died twice over: while it waited for them
-        self._slots.release()
+        self._slot_of = None
         return True
 
     def _spawn(self, pending: PendingMessage) -> None:
@@ -418,7 +385,8 @@ class TierRunner:
     def _named(
         self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
     ) -> tuple[list[Name], list[Any]]:
-        slots = [self._slots.slot(pending.slot_ids[place]) for place in places]
+        assert self._slot_of is not None
+        slots = [self._slot_of(pending.slot_ids[place]) for place in places]
         names = guarded.names(pending.keys_at(places), pending.generation)
         if marks := pending.marks:
             names = [replace(n, mark=marks[at]) for n, at in zip(names, places, strict=True)]

@@ -11,7 +11,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +20,7 @@ from safe_offload.compat.engine_config import ranks_per_copy
 from safe_offload.compat.live_weights import ModelLoads
 from safe_offload.config.options import OffloadConfig
 from safe_offload.tiers.guarded_tier import GuardedTier
+from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.opening import Opened
 from safe_offload.worker.tier_runner import TierRunner
@@ -33,7 +34,7 @@ from tests.simulator.model_runner import Batch, ModelRunner
 from tests.simulator.node import Host, Node
 from tests.simulator.remote import BROUGHT, SENT_ON, RemoteRank, wrap
 from tests.simulator.stepper import Stepper
-from tests.simulator.tiers import ObjectStore, RankTiers, SimSlots, namespace_of
+from tests.simulator.tiers import ObjectStore, RankTiers, SlotView, namespace_of
 from tests.simulator.virtual_loop import Clock, VirtualLoop
 from tests.simulator.vllm_setup import (
     EngineShape,
@@ -188,8 +189,15 @@ class EngineCore(Stepper):
             )
             for tier, config in zip(self.tiers[rank].tiers, self.config.tiers, strict=True)
         ]
-        slots = SimSlots(device)
-        return TierRunner(rank, guarded_tiers, slots, loop, share=share, verifier=verifier)
+        return TierRunner(
+            rank,
+            guarded_tiers,
+            cast("Backend", device),  # which says how many slots are usable
+            loop,
+            slot_of=lambda slot_id: (SlotView(device, slot_id),),
+            share=share,
+            verifier=verifier,
+        )
 
     def _lag(self, slots: Any) -> None:
         """Let it notice late at times what others have done; between processes it does."""

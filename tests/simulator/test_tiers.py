@@ -20,8 +20,8 @@ from tests.simulator.tiers import (
     CUT_TICKS_MAX,
     ObjectStore,
     RankTiers,
-    SimSlots,
     SimTier,
+    SlotView,
     TierFault,
     TierOptions,
     namespace_of,
@@ -48,7 +48,7 @@ class Place:
         self.device = Device(0, memory, DeviceOptions(), chance, self.clock)
         self.rank = RankTiers([self.store], self.device, chance)
         self.tier: SimTier = self.rank.tiers[0]
-        self.slots = [SimSlots(self.device).slot(slot_id) for slot_id in range(NUM_SLOTS)]
+        self.slots = [(SlotView(self.device, slot_id),) for slot_id in range(NUM_SLOTS)]
         self.fill()
 
     def fill(self) -> None:

@@ -15,8 +15,6 @@ from random import Random
 from typing import cast
 
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.worker.copies.base import Backend
-from safe_offload.worker.tier_runner import Slots
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device
 
@@ -152,22 +150,6 @@ class SlotView:
     def write(self, index: int, word: int | None) -> None:
         self.words[index] = word
         self.device.on_host_write(self.device.rank, self.slot_id)
-
-
-class SimSlots(Slots):
-    """Those of a device, as words."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(cast(Backend, device))  # which says how many are usable, too
-        self._device = device
-        self._is_released = False
-
-    def slot(self, slot_id: int) -> Buffers:
-        assert not self._is_released
-        return cast("Buffers", (SlotView(self._device, slot_id),))
-
-    def release(self) -> None:
-        self._is_released = True
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,7 @@ from safe_offload.protocol import (
 from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker import pool as pool_module
+from safe_offload.worker import rank_memory
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.copies import cpu
 from safe_offload.worker.copies.base import CopyPath, Direction
@@ -493,7 +494,7 @@ def test_a_pool_too_small_for_one_block_is_refused(make_worker):
 
 
 def test_a_pool_larger_than_the_machine_is_refused(make_worker, monkeypatch):
-    monkeypatch.setattr(opening_module, "available_host_bytes", lambda: 100 * SLOT_BYTES)
+    monkeypatch.setattr(rank_memory, "available_host_bytes", lambda: 100 * SLOT_BYTES)
     with pytest.raises(ConfigError, match="num_cpu_blocks"):
         make_worker(num_slots=101).register()
 
@@ -509,9 +510,9 @@ def test_a_device_without_a_backend_is_refused_and_its_host_memory_given_back(
 ):
     worker = make_worker()
     taken = []
-    allocate = opening_module.HostMemory.allocate
+    allocate = HostMemory.allocate
     monkeypatch.setattr(
-        opening_module.HostMemory,
+        HostMemory,
         "allocate",
         lambda size_bytes: taken.append(allocate(size_bytes)) or taken[-1],
     )

@@ -4,8 +4,10 @@ import asyncio
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,22 +46,17 @@ A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
 
 
 class Memory:
-    """See `Slots`: two ranges of each slot."""
+    """Two ranges of each slot."""
 
     num_usable_slots = NUM_SLOTS
 
     def __init__(self) -> None:
         self.bytes = bytearray(NUM_SLOTS * SLOT_BYTES)
-        self.is_released = False
 
     def slot(self, slot_id: int) -> Buffers:
-        assert not self.is_released
         at = slot_id * SLOT_BYTES
         view = memoryview(self.bytes)
         return view[at : at + 2], view[at + 2 : at + SLOT_BYTES]
-
-    def release(self) -> None:
-        self.is_released = True
 
     def __getitem__(self, slot_id: int) -> bytes:
         return bytes(self.bytes[slot_id * SLOT_BYTES : (slot_id + 1) * SLOT_BYTES])
@@ -103,8 +100,9 @@ class Rig:
         self.runner = TierRunner(
             RANK,
             self.guarded_tiers,
-            self.memory,
+            self.memory,  # which says how many slots there are
             self.loop,
+            slot_of=self.hold_memory(),
             share=options.get("share", Share()),
             verifier=options.get("verifier"),
             namespace_facts=options.get("namespace_facts"),
@@ -113,6 +111,12 @@ class Rig:
         self.transfers = Transfers(self.backend, self.loop, 1 << 20, tiers=self.runner)
         self.presences: list[Presence] = []
         self.outcomes: list[Outcome] = []
+
+    def hold_memory(self) -> Callable[[int], Buffers]:
+        """Return what holds the memory for the runner; `holding` says whether it does still."""
+        slot_of = partial(self.memory.slot)
+        self.holding = weakref.ref(slot_of)
+        return slot_of
 
     def drain(self) -> None:
         self.loop.turn()
@@ -216,7 +220,7 @@ def make_rig():
         rig.drain()
         assert not rig.runner.statistics()
         assert rig.backend.is_closed
-        assert rig.memory.is_released
+        assert rig.holding() is None
 
 
 # ---- before the namespace is known ---------------------------------------------------------------

@@ -40,6 +40,7 @@ from vllm.v1.worker.gpu import model_runner as v2
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
 from safe_offload.worker import opening as opening_module
+from safe_offload.worker import rank_memory
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.rows import TorchRows
 from safe_offload.worker.memory import page_lock, placement
@@ -472,7 +473,7 @@ def end_worker() -> None:
 def _put_on_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Let the connector find the KV cache on the GPU of threads."""
     storage, device = machine.storage.untyped_storage(), torch.device("cuda", INDEX)
-    monkeypatch.setattr(opening_module, "SLAB_BYTES", SLAB_BYTES)
+    monkeypatch.setattr(rank_memory, "SLAB_BYTES", SLAB_BYTES)
     monkeypatch.setattr(opening_module, "storage_of", lambda _: (storage, device))
     over_threads = functools.partial(opening_module.Opening, open_backend=machine.open_backend)
     monkeypatch.setattr(opening_module, "Opening", over_threads)

@@ -10,7 +10,6 @@ from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.process import process_tier
-from safe_offload.worker.tier_runner import Slots as RunnerSlots
 from safe_offload.worker.tier_runner import TierRunner
 from tests.tiers.process.slots import NUM_SLOTS, Slots
 from tests.tiers.process.test_process_tier import (
@@ -82,7 +81,7 @@ def liar(slots, tmp_path, monkeypatch):
 
 def runner_of(tier):
     guarded = GuardedTier(tier, tier_config(tier), lambda _: bytes(16), slot_bytes=4096)
-    return TierRunner(0, [guarded], RunnerSlots(None), NoLoop())
+    return TierRunner(0, [guarded], None, NoLoop())
 
 
 def tier_config(tier):

@@ -13,7 +13,7 @@ from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.eviction.policy import Lru
 from safe_offload.scheduler.ranks import Ranks
-from safe_offload.worker import opening as opening_module
+from safe_offload.worker import rank_memory
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import Share
 from tests.worker.test_bridge import BLOCKS, Worker
@@ -94,7 +94,7 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own(make_ranks, monkeyp
     def refuse(*args: object) -> None:
         raise SharingError("Operation not permitted")
 
-    monkeypatch.setattr(opening_module, "share_memory", refuse)
+    monkeypatch.setattr(rank_memory, "share_memory", refuse)
     with caplog.at_level("INFO"):
         ranks = make_ranks()
     said = [r for r in caplog.records if "cannot share one copy" in r.message]
@@ -116,7 +116,7 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
     make_ranks, monkeypatch, num_alone
 ):
     """As if some had got a memory, and others had been told that there is none."""
-    original = opening_module.share_memory
+    original = rank_memory.share_memory
 
     def share(share: Share, *args: object) -> object:
         if num_alone == 0:
@@ -125,7 +125,7 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
             raise SharingError("no")
         return HostMemory.allocate(2 * PAGE_BYTES)
 
-    monkeypatch.setattr(opening_module, "share_memory", share)
+    monkeypatch.setattr(rank_memory, "share_memory", share)
     workers = make_ranks(extra={"self_test": "off"})
     counters = Counters()
     ranks = Ranks(NUM_RANKS, SlotPool(12, Directory(12, 1), Lru(12), counters), counters)
@@ -139,6 +139,6 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
 
 
 def test_too_little_memory_ends_the_start(make_ranks, monkeypatch):
-    monkeypatch.setattr(opening_module, "available_host_bytes", lambda: 0)
+    monkeypatch.setattr(rank_memory, "available_host_bytes", lambda: 0)
     with pytest.raises(ConfigError, match="nothing fits now"):
         make_ranks()
