@@ -88,7 +88,7 @@ def run_command(arguments: Namespace) -> int:
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
     place = places.open_place(arguments.place, config)
-    place.show_on(Progress(LOOKING, stream=io.StringIO() if arguments.json else None))
+    place.show_on(Progress(LOOKING, io.StringIO() if arguments.json else None))
     try:
         with place.progress:
             document, text, status = arguments.action(arguments, place, config)
@@ -239,10 +239,8 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
 
     num_objects, size_bytes, num_sealed, num_bad = 0, 0, 0, 0
     bad: list[dict[str, str]] = []
-    progress, total = place.progress, None
-    if progress.is_shown:  # to look at all is short beside reading it
-        total = sum(1 for _ in _counted(place))
-    progress.begin("checking", total)
+    progress = place.progress
+    progress.begin("checking")
     for item in _counted(place):
         if item.is_temporary:
             continue

@@ -46,7 +46,7 @@ class Place:
     def __init__(self, store: Store, label: str) -> None:
         self.label = label
         self.is_dry = False
-        self.progress = Progress(LOOKING, stream=io.StringIO())
+        self.progress = Progress(LOOKING, io.StringIO())
         self._store = store
         self._runner = asyncio.Runner()
 
