@@ -41,15 +41,15 @@ from safe_offload.config.settings import size
 from safe_offload.errors import ConfigError
 
 OURS = "SafeCPUOffloadConnector"
-PROMPT_TOKEN_IDS = range(32, 127)  # which every vocabulary has
+PROMPT_TOKEN_IDS = range(32, 127)  # in every vocabulary
 _COUNTS = (
     *("prompt_tokens", "answer_tokens", "rounds", "block_size"),
     *("num_gpu_blocks", "max_num_batched_tokens"),
 )
 _START_TIMEOUT_S = 900.0
-_GPU_SHARE = 0.45  # of each engine, as both live on one GPU
+_GPU_SHARE = 0.45  # of each engine: both live on one GPU
 DEFAULT_CPU_BYTES = 2 << 30
-PROMPTS_ON_HOST = 4  # A, B and C have to fit, and what is left of a round before them
+PROMPTS_ON_HOST = 4  # A, B, C and the rest of the round before
 
 Say = Callable[[str], None]
 
@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 class BenchOptions:
     """What to measure; see `add_arguments`."""
 
-    model: str = ""  # what vLLM takes as a model
+    model: str = ""  # vLLM's MODEL
     prompt_tokens: int = 16_000
     answer_tokens: int = 16
     rounds: int = 5
@@ -67,7 +67,7 @@ class BenchOptions:
     block_size: int | None = None  # None: vLLM's choice
     max_num_batched_tokens: int = 2048
     cpu_bytes: str | None = None
-    num_cpu_blocks: int | None = None  # what four prompts of a model take; cpu_bytes overrides it
+    num_cpu_blocks: int | None = None  # those of four prompts; cpu_bytes overrides it
     kv_transfer_config: dict[str, Any] | None = None  # None: this connector with cpu_bytes
     engine_args: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)  # of the engines
@@ -163,7 +163,7 @@ def read_options(arguments: argparse.Namespace) -> BenchOptions:
 
 
 def measure(options: BenchOptions, say: Say, log_folder: Path | None = None) -> EngineFound:
-    """Start both engines, run the rounds, stop the engines; `say` takes progress."""
+    """Start both engines, run the rounds, stop the engines; `say` receives progress."""
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as name, ExitStack() as running:
         folder = Path(name)
@@ -231,9 +231,9 @@ def engine_options(options: BenchOptions) -> dict[str, EngineOptions]:
         "disable_log_stats": False,  # where a prompt's tokens came from is a statistic
         "gpu_memory_utilization": _GPU_SHARE,
     } | options.engine_args
-    # vLLM's CPU engine keeps one core more to itself where a connector is configured (0.32.0,
-    # utils/ompmultiprocessing.py), and none at all where that would be every core. Without one
-    # binding for both engines the comparison is one of core counts.
+    # vLLM's CPU engine reserves one more core if a connector is configured (0.32.0,
+    # utils/ompmultiprocessing.py), unless that were every core. One binding for both engines
+    # keeps the comparison from being one of core counts.
     num_cores = max((os.cpu_count() or 2) - 1, 1)
     binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_cores - 1}")
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
@@ -250,7 +250,7 @@ def engine_options(options: BenchOptions) -> dict[str, EngineOptions]:
 
 
 def fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOptions:
-    """Return the options with the sizes that a model asks for, if they are not known."""
+    """Return the options with the sizes that a model needs, if they are not given."""
     if options.num_gpu_blocks is not None:
         return options
     say("starting an engine to see what fits the model ...")
@@ -261,9 +261,9 @@ def fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOpti
 
 
 def ask_for_sizes(engine: EngineOptions, log_path: Path, timeout_s: float) -> Started:
-    """Start an engine whose weights are not loaded, and return its figures.
+    """Start an engine without loading weights, and return its figures.
 
-    How many blocks a prompt takes depends on the model's attention, and vLLM knows.
+    The blocks of a prompt depend on the model's attention, which vLLM knows.
     """
     quick = {"load_format": "dummy", "enforce_eager": True, "num_gpu_blocks_override": None}
     asked = EngineOptions(engine.arguments | quick, engine.environment, fits_model_len=True)
@@ -272,7 +272,7 @@ def ask_for_sizes(engine: EngineOptions, log_path: Path, timeout_s: float) -> St
 
 
 def scale(options: BenchOptions, started: Started) -> BenchOptions:
-    """Return the sizes of an engine whose pool holds `pool_ratio` requests of greatest length."""
+    """Return the sizes of an engine whose pool holds `pool_ratio` of the longest requests."""
     request_blocks = started.num_gpu_blocks / started.max_concurrency
     return replace(
         options,

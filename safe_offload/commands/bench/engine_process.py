@@ -1,7 +1,7 @@
-"""One vLLM engine in a process of its own, asked one thing at a time.
+"""One vLLM engine in a process of its own, which answers one call at a time.
 
-Engines that are compared are all kept alive; an idle one sleeps in `poll`. vLLM logs much and ends
-its process on an error, so its output goes to a file whose end is shown then.
+Engines that are compared all stay alive; an idle one sleeps in `poll`. vLLM logs much and ends its
+process on an error, so its output goes to a file; an error shows the end of it.
 """
 
 import contextlib
@@ -23,17 +23,13 @@ from safe_offload.threads import safe_path
 
 _LOG_TAIL_LINES = 30
 SPIN_S = 1.2
-"""For 1 s after its last message a worker spins on its core, which the next engine needs.
-
-Only where it is a process of its own: on a CPU, or one of several GPUs. Source: `SpinCondition` in
+"""A worker in a process of its own (on a CPU, or on one of several GPUs) spins on its core for 1 s
+after its last message, and the next engine needs that core. Source: `SpinCondition` in
 vllm/distributed/device_communicators/shm_broadcast.py (0.32.0).
 """
 
-Run = Callable[[Connection, "EngineOptions"], None]
-"""What the child does: it sends (False, what it has found), and ends when told None."""
-
-Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
+Argument = TypeVar("Argument")
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +59,11 @@ class Question:
 
     prompt_token_ids: tuple[int, ...]
     num_answer_tokens: int
-    num_load_tokens_max: int | None = None  # of the host; needs this connector
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request gave, and where its prompt tokens came from."""
+    """The times and tokens of one request, and where its prompt tokens came from."""
 
     ttft_s: float
     total_s: float
@@ -79,7 +74,7 @@ class Answer:
 
 
 class Turns:
-    """Lets an engine be asked only when the one asked before has stopped spinning."""
+    """Delays a call until the engine called before has stopped spinning."""
 
     def __init__(self, clock: Any = time) -> None:
         self._clock = clock  # has `monotonic` and `sleep`
@@ -87,12 +82,12 @@ class Turns:
         self._free_s = 0.0
 
     def begin(self, engine: object) -> None:
-        """Wait, if another engine has answered and still spins."""
+        """Wait while another engine spins."""
         if self._last not in (None, engine):
             self._clock.sleep(max(0.0, self._free_s - self._clock.monotonic()))
 
     def end(self, engine: object, spin_s: float = SPIN_S) -> None:
-        """Note that an engine has answered."""
+        """Record the end of a call."""
         self._last, self._free_s = engine, self._clock.monotonic() + spin_s
 
 
@@ -102,9 +97,7 @@ _turns = Turns()
 class EngineProcess:
     """A handle on the process; use it as a context manager, which ends the engine."""
 
-    def __init__(
-        self, name: str, options: EngineOptions, log_path: Path, run: Run | None = None
-    ) -> None:
+    def __init__(self, name: str, options: EngineOptions, log_path: Path) -> None:
         self.name = name
         self._log_path = log_path
         self._spin_s = SPIN_S
@@ -113,7 +106,7 @@ class EngineProcess:
         # Not a daemon: those may not have children, and vLLM's engine runs in one.
         self._process = context.Process(
             target=_run_in_child,
-            args=(run or _answer_calls, child_connection, options, str(log_path)),
+            args=(_answer_calls, child_connection, options, str(log_path)),
             name=name,
         )
         with safe_path():
@@ -128,30 +121,32 @@ class EngineProcess:
 
     def wait_until_started(self, timeout_s: float) -> Started:
         """Return the engine's figures; raise SafeOffloadError if it does not start."""
-        started = self.receive(timeout_s)
+        started = self._receive(timeout_s)
         assert isinstance(started, Started)
         self._spin_s = started.spin_s
         return started
 
     def call(
-        self, function: Callable[[Any, Asked], Answered], question: Asked, timeout_s: float
-    ) -> Answered:
-        """Return what a function of some module makes of the `vllm.LLM` and the question.
+        self, function: Callable[[Any, Argument], Returned], argument: Argument, timeout_s: float
+    ) -> Returned:
+        """Call a function of a module with the `vllm.LLM` and an argument, in the engine's process.
 
-        It raises SafeOffloadError if the engine dies over it, or the time is up.
+        Raises:
+            SafeOffloadError: the engine dies, or does not return in time.
         """
         _turns.begin(self)
-        self._connection.send((function, question))
-        answered: Answered = self.receive(timeout_s)
+        self._connection.send((function, argument))
+        returned: Returned = self._receive(timeout_s)
         _turns.end(self, self._spin_s)
-        return answered
+        return returned
 
     def tell_to_stop(self) -> None:
-        """Tell the engine to end, which `stop` waits for."""
+        """Request the end of the engine; `stop` waits for it."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
 
     def stop(self, timeout_s: float = 60.0) -> None:
+        """End the engine, by SIGKILL after a timeout."""
         self.tell_to_stop()
         self._process.join(timeout_s)
         # The child leads a process group of its own, in which the engine and its workers are.
@@ -162,26 +157,31 @@ class EngineProcess:
         self._process.join()
         self._connection.close()
 
-    def receive(self, timeout_s: float) -> Any:
-        """Return what the child says next; raise SafeOffloadError if it dies or time is up."""
+    def _receive(self, timeout_s: float) -> Any:
+        """Return the child's next message; raise SafeOffloadError if it dies or time is up."""
         if not self._connection.poll(timeout_s):
-            raise self.error(f"no answer within {timeout_s:.0f} s")
+            raise self._error(f"no answer within {timeout_s:.0f} s")
         try:
             has_died, message = self._connection.recv()
         except EOFError:
             has_died, message = True, "its process ended without a message"
         if has_died:
-            raise self.error(message)
+            raise self._error(message)
         return message
 
-    def error(self, what: str) -> SafeOffloadError:
+    def _error(self, what: str) -> SafeOffloadError:
         lines = self._log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         end = "\n".join(lines)
         return SafeOffloadError(f"engine {self.name!r}: {what}. The end of its log:\n{end}")
 
 
-def _run_in_child(run: Run, connection: Connection, options: EngineOptions, log_path: str) -> None:
-    """Run in the child: its output goes to the log, and an error to the parent."""
+def _run_in_child(
+    run: Callable[[Connection, EngineOptions], None],
+    connection: Connection,
+    options: EngineOptions,
+    log_path: str,
+) -> None:
+    """Run the child: send output to the log, and an error to the parent."""
     os.setsid()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, sys.stdout.fileno())
@@ -198,7 +198,7 @@ def _run_in_child(run: Run, connection: Connection, options: EngineOptions, log_
 
 
 def _answer_calls(connection: Connection, options: EngineOptions) -> None:
-    """Start the engine, then answer questions until told to stop."""
+    """Start the engine, then serve calls until the parent sends None."""
     from vllm import LLM
 
     from safe_offload.compat.engine_config import is_worker_beside_scheduler
@@ -215,14 +215,14 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
         block_size=cache_config.block_size,
         spin_s=0.0 if is_worker_beside_scheduler(vllm_config.parallel_config) else SPIN_S,
     )
-    # An end of the pipe that is gone means that the benchmark is, and this process waits for its
-    # engine's when it ends: an engine that is not told to end would live for ever.
+    # A closed pipe means that the benchmark has died. This process waits for its engine's processes
+    # when it ends, so it must shut the engine down in that case too.
     with contextlib.suppress(EOFError, ConnectionError):
         connection.send((False, started))
         while (call := connection.recv()) is not None:
-            function, question = call
-            connection.send((False, function(engine, question)))
-    # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
+            function, argument = call
+            connection.send((False, function(engine, argument)))
+    # Without a timeout, vLLM kills its engine, which leaves shared memory behind.
     engine.llm_engine.engine_core.shutdown(timeout=30.0)
 
 
@@ -232,14 +232,16 @@ def _fit_model_len(options: EngineOptions) -> dict[str, Any]:
         return options.arguments
     from vllm.engine.arg_utils import EngineArgs
 
-    asked = dict(options.arguments)
-    wanted = asked.pop("max_model_len")
-    known = {name: asked[name] for name in asked if name in EngineArgs.__dataclass_fields__}
-    allowed = EngineArgs(**known).create_model_config().max_model_len
-    return asked | {"max_model_len": min(wanted, allowed)}
+    arguments = dict(options.arguments)
+    wanted = arguments.pop("max_model_len")
+    fields = {
+        name: arguments[name] for name in arguments if name in EngineArgs.__dataclass_fields__
+    }
+    allowed = EngineArgs(**fields).create_model_config().max_model_len
+    return arguments | {"max_model_len": min(wanted, allowed)}
 
 
-# ---- what runs in the engine's process ---------------------------------------------------------
+# ---- in the engine's process -------------------------------------------------------------------
 
 
 def answer(engine: Any, question: Question) -> Answer:
@@ -247,7 +249,7 @@ def answer(engine: Any, question: Question) -> Answer:
     before = count_prompt_tokens(engine)
     start = time.perf_counter()
     prompts, numbers = [question.prompt_token_ids], [question.num_answer_tokens]
-    (output,) = generate(engine, prompts, numbers, question.num_load_tokens_max)
+    (output,) = generate(engine, prompts, numbers)
     total_s = time.perf_counter() - start
     after = count_prompt_tokens(engine)
     return Answer(
@@ -261,25 +263,20 @@ def answer(engine: Any, question: Question) -> Answer:
 
 
 def generate(
-    engine: Any,
-    prompts: Sequence[Sequence[int]],
-    nums_answer_tokens: Sequence[int],
-    num_load_tokens_max: int | None = None,
+    engine: Any, prompts: Sequence[Sequence[int]], nums_answer_tokens: Sequence[int]
 ) -> list[Any]:
-    """Return vLLM's outputs for greedy requests, all at once, each of its fixed length."""
+    """Return vLLM's outputs for simultaneous greedy requests, each of a fixed length."""
     from vllm import SamplingParams
 
-    limits = {"max_load_tokens": num_load_tokens_max}
-    extra = None if num_load_tokens_max is None else {"kv_transfer_params": limits}
     how: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    sampling = [SamplingParams(max_tokens=n, extra_args=extra, **how) for n in nums_answer_tokens]
+    sampling = [SamplingParams(max_tokens=n, **how) for n in nums_answer_tokens]
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs: list[Any] = engine.generate(inputs, sampling, use_tqdm=False)
     return outputs
 
 
 def count_prompt_tokens(engine: Any) -> dict[str, int]:
-    """Return the engine's counters of prompt tokens so far, by where they came from.
+    """Return the engine's counters of prompt tokens, by source.
 
     Source: `PromptTokenStats` in vllm/v1/metrics/stats.py (0.32.0).
     """

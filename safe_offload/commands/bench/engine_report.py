@@ -1,4 +1,4 @@
-"""What `safe-offload bench engine` found: figures from what was observed, and their report."""
+"""The figures of `safe-offload bench engine`, computed from its requests, and their report."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from safe_offload.commands.bench.report import Report, median_and_spread, spread
 BASELINE, CONNECTOR = "no connector", "connector"
 """The two engines."""
 FIRST, HOST_HIT, GPU_HIT = KINDS = ("first pass", "host hit", "GPU hit")
-"""What the requests of a round are with the connector: three, three and one."""
+"""The requests of a round with the connector: three, three and one."""
 NUM_PROMPTS = 3
 PLACES = range(2 * NUM_PROMPTS)
 FIRST_PASS_SPREAD_MAX, SECOND_PASS_SPREAD_MAX = 1.10, 1.5
-"""What an undisturbed run stays below: the figures of its rounds, highest to lowest."""
+"""Limits of an undisturbed run: its rounds' highest figure divided by their lowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def select(observed: Sequence[Observed], engine: str, kind: str) -> list[Observe
 
 @dataclass(frozen=True, slots=True)
 class EngineFound:
-    """Everything that was observed, and the engine that it was observed on."""
+    """All requests, and the engine that served them."""
 
     connector: str
     observed: list[Observed]
@@ -56,7 +56,7 @@ class EngineFound:
 
     @property
     def num_different_answers(self) -> int:
-        """Return in how many requests the two engines' tokens differ."""
+        """Return the number of requests whose tokens differ between the engines."""
         answers: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         for one in self.observed:
             if one.kind != GPU_HIT:
@@ -66,23 +66,23 @@ class EngineFound:
 
     @property
     def num_host_hits(self) -> int:
-        """Return how many requests of the second pass found more on the host than they computed."""
+        """Return the number of second-pass requests that loaded more than they computed."""
         answers = [one.answer for one in select(self.observed, CONNECTOR, HOST_HIT)]
         return sum(found.num_host_tokens > found.num_computed_tokens for found in answers)
 
     @property
     def first_pass_overheads(self) -> list[float]:
-        """Return what storing costs in each round: 0.03 is 3 % more time to first token."""
+        """Return the cost of storing by round: 0.03 is 3 % more time to first token."""
         return [ratio - 1 for ratio in self._round_ratios(CONNECTOR, BASELINE, FIRST)]
 
     @property
     def hit_speedups(self) -> list[float]:
-        """Return how many times faster the second pass is with the connector, by round."""
+        """Return the speedup of the second pass with the connector, by round."""
         return self._round_ratios(BASELINE, CONNECTOR, HOST_HIT)
 
     @property
     def doubts(self) -> list[str]:
-        """Return why the figures say more of the machine than of the connector; as a rule none."""
+        """Return why the figures reflect the machine rather than the connector; usually none."""
         overheads, speedups = self.first_pass_overheads, self.hit_speedups
         doubts = []
         if 1 + max(overheads) > FIRST_PASS_SPREAD_MAX * (1 + min(overheads)):
@@ -97,7 +97,7 @@ class EngineFound:
         return [one for one in self.observed if (one.engine, one.place) == (engine, place)]
 
     def _round_ratios(self, above: str, below: str, kind: str) -> list[float]:
-        """Return for each round the ratio of two engines' mean time to first token on one pass."""
+        """Return the ratio of two engines' mean time to first token in a pass, by round."""
 
         def mean_ttft_s(engine: str, round_index: int) -> float:
             requests = select(self.observed, engine, kind)

