@@ -73,14 +73,3 @@ async def test_every_kind_of_store_is_asked(place, capsys, monkeypatch):
     check_refusal(found, place, "there is no such bucket", "create the bucket")
     assert SECRET not in found[1]
     assert bucket.methods() == ["GET"]
-
-
-async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(capsys, monkeypatch):
-    """Who is asked for credentials answers 404, and so does a store without that bucket."""
-    for variable in CREDENTIALS:
-        monkeypatch.delenv(variable, raising=False)
-    async with ScriptedBucket(lambda request: answer("404 Not Found")) as no_role:
-        monkeypatch.setenv("AWS_METADATA_ENDPOINT", no_role.endpoint)
-        run, options = caller(capsys), ("--endpoint", "http://127.0.0.1:9")
-        found = await asyncio.to_thread(run, "ls", "s3://bucket/kv", *options)
-    check_refusal(found, "or no credentials", "create the bucket", "the role of the machine")

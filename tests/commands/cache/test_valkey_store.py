@@ -202,11 +202,6 @@ def test_options_that_do_not_go_with_the_url(call, server):
     check_refusal(call("ls", f"redis://u:{PASSWORD}@h/x"), "the path is not a database number")
 
 
-def test_a_server_without_tls(call, client, server, monkeypatch):
-    monkeypatch.setattr(places, "TIMEOUT_S", 0.2)
-    check_refusal(call("ls", f"rediss://{server.host_port}"), "whether this port speaks TLS")
-
-
 def test_tls(call, tmp_path):
     from tests.valkey_server import Certificates
 
