@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.files.mounts import mounted
-
 DEMO = Path(__file__).parents[2] / "examples/long_context_back_to_back.sh"
 
 # What the demo asks of Python before the server is up, and a server that never is.
@@ -124,28 +122,6 @@ def test_a_server_that_does_not_end_is_killed_and_its_shared_memory_goes(
     assert neighbour.exists()
 
 
-def test_ctrl_c_again_does_not_wait_for_a_server_that_does_not_end(tmp_path, scratch):
-    (tmp_path / "server.py").write_text(STUBBORN)
-    demo = start(
-        tmp_path, scratch, f"{sys.executable} {tmp_path / 'server.py'}", STOP_TIMEOUT="100000"
-    )
-    logged(demo, scratch, 2)
-    os.killpg(demo.pid, signal.SIGINT)
-    assert demo.stdout is not None
-    while "Ctrl-C kills them" not in demo.stdout.readline():
-        pass
-    while demo.poll() is None:  # one that comes before the demo can take it is lost
-        os.killpg(demo.pid, signal.SIGINT)
-        time.sleep(0.1)
-    assert demo.returncode == 130
-    assert list(scratch.iterdir()) == []
-
-
-def test_the_start_of_a_server_is_not_silent(demo):
-    assert demo.stdout is not None
-    assert demo.stdout.readline().endswith(" s: the server starts\n")
-
-
 def test_a_demo_that_fails_says_where_its_logs_are(demo, scratch):
     server = ["pkill", "-KILL", "-P", str(demo.pid), "-f", "sleep 1000|-m vllm"]
     subprocess.run(server, check=True)
@@ -156,24 +132,3 @@ def test_a_demo_that_fails_says_where_its_logs_are(demo, scratch):
     assert "FAILED: the server ended while it started" in said
     assert said.endswith(f"The logs and answers are kept in {kept} until you remove it.\n")
     assert "the server starts" in said
-
-
-def test_a_folder_that_is_full_or_missing_is_named_with_the_fix(tmp_path):
-    with mounted(tmp_path / "full") as full:
-        for folder in (full, tmp_path / "missing"):
-            demo = start(tmp_path, folder)
-            said, _ = demo.communicate()
-            assert demo.returncode == 1
-            (line,) = said.splitlines()
-            assert line.startswith(f"FAILED: {folder} cannot be written to or has less than 32 MiB")
-            assert line.endswith("TMPDIR=/path")
-        assert list(full.iterdir()) == []
-
-
-def test_a_folder_that_is_too_long_for_sockets_is_named_with_the_fix(tmp_path):
-    folder = tmp_path / ("long" * 20)
-    folder.mkdir()
-    said, _ = start(tmp_path, folder).communicate()
-    assert said.startswith(f"FAILED: {folder}")
-    assert "is too long for the name of a socket" in said
-    assert list(folder.iterdir()) == []

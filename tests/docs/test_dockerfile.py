@@ -36,35 +36,11 @@ def test_hadolint_finds_nothing():
     assert (found.stdout, found.returncode) == ("", 0)
 
 
-def test_what_a_checkout_is_copied_from_exists():
-    *checkout, wheel = [copied.split()[:-1] for copied in arguments_of("COPY")]
-    for source in (each for sources in checkout for each in sources):
-        assert (ROOT / source).exists(), source
-    assert wheel == ["${WHEEL}"]
-    assert {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "safe_offload"} == {
-        each for sources in checkout for each in sources
-    }
-
-
 def test_it_is_built_on_a_version_of_vllm_that_is_tested():
     (image,) = (each for each in arguments_of("ARG") if each.startswith("VLLM_IMAGE="))
     version = image.partition(":v")[2]
     assert f"vLLM {version}" in (ROOT / "docs" / "hacking.md").read_text()
     assert image.startswith("VLLM_IMAGE=vllm/vllm-openai:")
-
-
-def test_the_source_is_a_stage():
-    (default,) = (each for each in arguments_of("ARG") if each.startswith("SOURCE="))
-    stages = {stage.split()[-1] for stage in arguments_of("FROM") if " AS " in stage}
-    assert stages == {"checkout", "wheel", "source"}
-    assert default == "SOURCE=checkout"
-
-
-def test_it_does_not_run_as_root():
-    assert STEPS[-1] == ["USER", "1000:1000"]
-    (run,) = arguments_of("RUN")
-    assert run.endswith("install -d -o 1000 -g 1000 /home/vllm")
-    assert "HOME=/home/vllm" in arguments_of("ENV")[0]
 
 
 def run_step(

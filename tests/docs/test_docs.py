@@ -3,7 +3,6 @@
 `make site` checks the links between the pages of docs/; README.md is not one of them.
 """
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from safe_offload.commands import cli
-from safe_offload.config.tiers import KINDS
 from tests.docs.messages import messages
 
 ROOT = Path(__file__).parents[2]
@@ -53,14 +51,6 @@ def variants(command: str) -> list[list[str]]:
 COMMANDS = list(commands())
 
 
-def test_commands_are_found():
-    found = {command for _, command in COMMANDS}
-    assert "safe-offload config --explain" in found
-    assert "safe-offload cache rm node …" in found, "of a message"
-    assert "safe-offload config --kv-transfer-config '…'" in found
-    assert any(command.endswith('"64GiB"}}\'') for command in found)
-
-
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_a_command_of_the_docs_parses(page, command, monkeypatch):
     parsed: list[Any] = []
@@ -97,45 +87,3 @@ def test_a_link_of_the_readme_leads_somewhere(link):
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
         slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
         assert anchor in slugs
-
-
-def test_source_files_that_the_pages_name_exist():
-    vllm = importlib.util.find_spec("vllm")
-    assert vllm is not None
-    assert vllm.origin is not None
-    folders = (ROOT / "safe_offload", ROOT / "tests", ROOT / "examples", Path(vllm.origin).parent)
-    paths = [f"/{path}" for folder in folders for path in folder.rglob("*.py")]
-    for page in PAGES:
-        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
-            assert any(path.endswith(f"/{name}") for path in paths), f"{page}: {name}"
-
-
-@pytest.mark.parametrize(
-    ("page", "start", "end"),
-    [
-        ("configuration.md", "### Tiers\n", "```"),
-        ("guides/coming-from.md", "## LMCache\n", "Not supported"),
-    ],
-)
-def test_a_page_names_every_kind_of_tier(page, start, end):
-    text = (ROOT / "docs" / page).read_text().partition(start)[2].partition(end)[0]
-    assert [scheme for scheme in KINDS if f"{scheme}://" not in text] == []
-
-
-def test_the_page_on_versions_says_what_the_page_on_gpus_has_measured():
-    pages = [
-        (ROOT / "docs" / name).read_text()
-        for name in ("benchmarks/gpu.md", "reference/versions.md")
-    ]
-    measured, told = (
-        re.search(start, page, re.MULTILINE)
-        for start, page in zip(
-            (r"^\| software \| (.*) \|$", r"^\| CUDA \| (.*) \|$"), pages, strict=True
-        )
-    )
-    assert measured
-    assert told
-    for program in ("Python", "torch", "vLLM"):
-        (version,) = re.findall(rf"{program} (\d+\.\d+)", measured[1])
-        assert f"{program} {version}" in told[1]
-    assert ("## An engine\n" in pages[0]) == ("engine" in told[1] and "no engine" not in told[1])

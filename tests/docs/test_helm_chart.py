@@ -9,12 +9,10 @@ import shlex
 import subprocess
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
 from safe_offload import __version__
-from safe_offload.commands.doctor.tiers import check_safety
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError
@@ -177,22 +175,6 @@ def test_the_api_takes_it(rendered, name, version):
 
 @needs_helm
 @pytest.mark.parametrize("name", VALUES)
-def test_labels_and_ports_lead_from_the_service_and_the_monitor_to_the_pods(rendered, name):
-    resources = rendered[name]
-    labels = resources["Deployment", "vllm"]["spec"]["template"]["metadata"]["labels"]
-    service = resources["Service", "vllm"]
-    assert labels.items() == service["spec"]["selector"].items()
-    assert service["spec"]["ports"][0]["targetPort"] == container_of(resources)["ports"][0]["name"]
-    for kind in ("Deployment", "PodDisruptionBudget"):
-        if found := resources.get((kind, "vllm")):
-            assert found["spec"]["selector"]["matchLabels"] == labels
-    if monitor := resources.get(("ServiceMonitor", "vllm")):
-        selected = monitor["spec"]["selector"]["matchLabels"]
-        assert selected.items() <= service["metadata"]["labels"].items()
-
-
-@needs_helm
-@pytest.mark.parametrize("name", VALUES)
 def test_vllm_and_the_connector_take_the_arguments(rendered, name):
     arguments = container_of(rendered[name])["args"]
     read = make_serve_parser().parse_args(arguments)
@@ -225,14 +207,6 @@ def test_the_nearest_tier_comes_first_and_all_are_sealed(rendered):
     ]
     assert "emptyDir" in volumes[mounted[tiers[0].location.path]]
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
-
-
-@needs_helm
-def test_a_fleet_has_all_that_doctor_asks_for(rendered):
-    extra = transfer_config(container_of(rendered["fleet"])["args"])["kv_connector_extra_config"]
-    (tier,) = OffloadConfig.from_extra_config(extra, world_size=2).tiers
-    assert not list(check_safety(tier))
-    assert tier.ca_file == "/etc/kv-cache/ca.pem"
 
 
 @needs_helm
@@ -332,33 +306,6 @@ CONTRADICTIONS = [
 ]
 
 
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return values as Helm merges them."""
-    return base | {
-        key: merged(base[key], value) if isinstance(value, dict) and key in base else value
-        for key, value in over.items()
-    }
-
-
-def schema_errors(values: dict[str, Any]) -> list[jsonschema.ValidationError]:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    jsonschema.Draft7Validator.check_schema(schema)
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    return list(jsonschema.Draft7Validator(schema).iter_errors(merged(defaults, values)))
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_the_schema_takes_the_values(name):
-    assert schema_errors(VALUES[name]) == []
-
-
-@pytest.mark.parametrize(("path", "value", "place", "words"), BAD)
-def test_the_schema_refuses_a_bad_value_and_says_where_and_what(path, value, place, words):
-    (error,) = schema_errors(nested(path, value))
-    assert "/".join(str(step) for step in error.absolute_path) == place
-    assert words in error.message
-
-
 @needs_helm
 @pytest.mark.parametrize(("path", "value", "place", "words"), BAD)
 def test_helm_refuses_a_bad_value_and_says_where_and_what(path, value, place, words):
@@ -417,25 +364,6 @@ def changes(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
     return {name for name, value in after.items() if value != before[name]}
 
 
-@needs_helm
-def test_every_other_flag_of_vllm_is_taken():
-    flags = set(re.findall(r"--?[a-z][a-z0-9-]*", make_serve_parser().format_usage()))
-    assert flags > {flag for flag in WRITTEN if flag.startswith("--")}
-    render({"args": [f"{flag}=1" for flag in sorted(flags - WRITTEN.keys())]})
-
-
-def test_every_value_has_its_place_in_the_schema_and_the_other_way_round():
-    schema = json.loads((CHART / "values.schema.json").read_text())
-
-    def compare(values: dict[str, Any], known: dict[str, Any]) -> None:
-        assert values.keys() == known.keys() - {"global"}
-        for key, value in values.items():
-            if "properties" in known[key]:
-                compare(value, known[key]["properties"])
-
-    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema["properties"])
-
-
 # ---- the chart itself --------------------------------------------------------------------------
 
 
@@ -444,17 +372,6 @@ def test_helm_lint_has_no_complaint():
     done = helm("lint", str(CHART), "--strict")
     assert done.returncode == 0, done.stdout
     assert "[WARNING]" not in done.stdout
-
-
-@needs_helm
-@pytest.mark.parametrize("name", ["default", "shared", "all-pods-of-a-machine"])
-def test_the_notes_name_the_deployment(name):
-    words = ("install", "kv", str(CHART), "--dry-run=client", "--namespace", "serving")
-    done = helm(*words, values=VALUES[name])
-    assert done.returncode == 0, done.stderr
-    notes = done.stdout.partition("NOTES:")[2]
-    assert "kubectl -n serving logs deployment/kv -c vllm" in notes
-    assert ("-c doctor" in notes) == (name != "all-pods-of-a-machine")
 
 
 PAGES = sorted((EXAMPLES.parent / "docs").rglob("*.md"))
@@ -475,13 +392,6 @@ def test_the_commands_of_the_pages_run():
             [HELM, *words, "--dry-run=client"], cwd=EXAMPLES.parent, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-
-
-def test_the_files_of_values_that_the_pages_name_are_those_that_are_there():
-    named = {
-        name for page in PAGES for name in re.findall(r"-f (examples/helm/\S+?)`", page.read_text())
-    }
-    assert named == {f"examples/helm/{path.name}" for path in FOLDER.glob("*.yaml")}
 
 
 def test_it_has_the_version_of_the_package():

@@ -139,11 +139,6 @@ def test_a_body_that_is_no_json_object_is_refused(body, caplog):
     assert caplog.text == ""
 
 
-def test_a_charset_that_python_does_not_know_is_no_error_of_the_proxy():
-    kind = {"Content-Type": "application/json; charset=none"}
-    assert send(data=b'{"prompt": "p"}', headers=kind).status == 200
-
-
 def test_a_decode_server_that_is_down_is_said(caplog):
     with caplog.at_level(logging.WARNING):
         told = send(decode="http://127.0.0.1:1", json={"prompt": "p"})

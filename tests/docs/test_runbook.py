@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from safe_offload.config.tier_url import BUCKETS, FILE, SERVERS
 from tests.docs.messages import PACKAGE, is_said
-from tests.docs.test_docs import variants
 
 ROOT = Path(__file__).parents[2]
 OPERATE = ROOT / "docs" / "operate"
@@ -25,14 +23,6 @@ ALERTS = {
     ][0]["rules"]
     if "alert" in rule
 }
-KINDS = {
-    "directory": ("files", "directory", (FILE,)),
-    "Valkey, Redis": ("valkey", "server", SERVERS),
-    "bucket": ("objects", "place", BUCKETS),
-}
-"""By the word of the tables: where tiers and doctor have them, and the schemes of their urls."""
-OF_ALL_TIERS = ("tiers/rare_log.py", "tiers/guarded_tier.py")
-OF_ALL_FINDINGS = ("rates", "safety")
 UNSEEN_BY_DOCTOR = {"SafeOffloadMemoryErrors"}
 
 
@@ -112,10 +102,6 @@ def test_make_writes_alerts_that_link_to_the_repository(tmp_path):
         ]
 
 
-def test_a_section_is_of_one_alert():
-    assert len({annotations["runbook_url"] for annotations in ALERTS.values()}) == len(ALERTS) == 11
-
-
 @pytest.mark.parametrize("alert", ALERTS)
 def test_what_an_alert_tells_to_look_for_or_to_run_exists(alert):
     for quoted in re.findall(r'"([^"]+)"', ALERTS[alert]["description"]):
@@ -145,43 +131,3 @@ def test_what_a_row_names_exists(title, row):
     for id in code(row.get("`safe-offload doctor`", "")):
         if "." in id and " " not in id:
             assert id in ALL_FINDINGS
-
-
-@pytest.mark.parametrize("alert", [alert for alert in ALERTS if "Tier" in alert])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_alert_on_tiers_is_answered_for_each_kind(alert, kind):
-    """With its own log line, its own finding, and a command with a url of that kind."""
-    tiers, doctor, schemes = KINDS[kind]
-    modules = tuple(f"tiers/{name}.py" for name in (doctor, *OF_ALL_FINDINGS))
-    of_kind = [row for row in rows(section_of(alert)) if row["tier"].startswith(kind)]
-    assert of_kind
-    for row in of_kind:
-        lines = [line for line in code(row["log line"]) if " " in line]
-        for line in lines:
-            assert any(is_said(line, under) for under in (f"tiers/{tiers}", *OF_ALL_TIERS)), line
-        assert lines or row["log line"].startswith("none: ")
-        ids = {id for id in code(row["`safe-offload doctor`"]) if id.startswith("tiers.")}
-        assert ids
-        assert ids <= findings(modules)
-    commands = [
-        variants(each)[0]
-        for row in of_kind
-        for each in code(row["what to do"])
-        if each.startswith("safe-offload ")
-    ]
-    places = [words[2] for words in commands if words[0] == "cache"]
-    assert places
-    for place in places:
-        scheme = place.partition("://")[0] if "://" in place else FILE
-        assert scheme in schemes
-
-
-def test_a_refused_login_and_a_shared_pool_are_there():
-    login = [row for row in rows(section_of("SafeOffloadTierIsOut")) if "login" in row["tier"]]
-    assert any("password_file" in row["what to do"] for row in login)
-    shared = rows(SECTIONS["a-shared-pool"])
-    said = {line for row in shared for line in code(row["log line"])}
-    for word in ("and the pool needs", "set by its first engine", "is not shared"):
-        assert any(word in line for line in said)
-    for row in shared:
-        assert row["what to do"]

@@ -16,7 +16,6 @@ from redis.retry import Retry
 
 from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.tiers import check_tier
-from safe_offload.config.tenants import parse
 from safe_offload.config.tier_list import tiers
 from safe_offload.config.tiers import TierConfig
 from safe_offload.findings import Severity
@@ -26,7 +25,7 @@ from safe_offload.tiers.seal import PLAIN
 from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
-from tests.kubernetes_api import VERSIONS, check, manifests
+from tests.kubernetes_api import VERSIONS, check
 from tests.tiers.contract import filled, name_of, slot_of, tier_at
 from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary
 
@@ -120,6 +119,11 @@ def test_the_users_of_the_page_may_do_what_is_sent():
     secret: str = ast.literal_eval(program)
     assert rights_of("vllm", secret) == {*commands.EVERY, "ping"}, "a probe pings"
     assert rights_of("kv-operator", secret) == rights_of("kv-operator")
+    assert "user default off" in secret
+    for user in ("vllm", "kv-operator"):
+        (line,) = re.findall(rf"^user {user} .*", secret, re.MULTILINE)
+        known = ["resetkeys", "~safe-offload:*", "resetchannels", "nocommands"]
+        assert [word for word in line.split()[4:] if word[0] != "+"] == known
 
 
 @pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
@@ -304,31 +308,7 @@ def test_the_policy_of_a_bucket_allows_what_is_needed_and_no_more():
     }
 
 
-def test_the_file_of_tenants_is_one():
-    tenants = parse(blocks("json")[-1].encode())
-    assert tenants.labels[tenants.number_of("chat-7")] == "chat"
-    assert tenants.labels[tenants.number_of("test")] == "batch"
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_policy_of_the_network_is_one(version):
     (manifest,) = blocks("yaml")
     check(yaml.safe_load(manifest), version)
-
-
-def test_the_policy_of_the_network_is_about_the_pods_of_the_example():
-    (manifest,) = blocks("yaml")
-    policy = yaml.safe_load(manifest)["spec"]
-    pods = {
-        kind: resource["spec"]["template"]
-        for (kind, _), resource in manifests(FLEET).items()
-        if kind in ("StatefulSet", "Deployment")
-    }
-    labels = {kind: set(pod["metadata"]["labels"].items()) for kind, pod in pods.items()}
-    (rule,) = policy["ingress"]
-    selected = set(policy["podSelector"]["matchLabels"].items())
-    let_in = set(rule["from"][0]["podSelector"]["matchLabels"].items())
-    assert [kind for kind in pods if selected <= labels[kind]] == ["StatefulSet"]
-    assert [kind for kind in pods if let_in <= labels[kind]] == ["Deployment"]
-    (port,) = pods["StatefulSet"]["spec"]["containers"][0]["ports"]
-    assert rule["ports"] == [{"protocol": "TCP", "port": port["containerPort"]}]
