@@ -39,13 +39,13 @@ LONGEST = tuple(
     for name in (
         *("engine/test_prefill_decode", "engine/test_abort_storm", "engine/test_lifecycle"),
         *("engine/test_node", "engine/test_parallel", "engine/test_tiers"),
-        *("engine/test_failing_copies", "engine/test_other_models", "engine/test_layouts"),
+        *("engine/test_other_models", "engine/test_layouts"),
         *("engine/test_tenants", "engine/test_network_tiers", "engine/test_memory"),
         *("engine/test_observability", "engine/test_preemption", "engine/test_private"),
         *("scheduler/test_internal_errors", "worker/copies/test_gpu", "simulator/test_runs"),
-        *("commands/bench/test_tier", "benchmarks/test_scheduler", "benchmarks/test_shared"),
+        *("commands/bench/test_tier", "benchmarks/test_scheduler", "scheduler/loads/test_prefixes"),
         *("simulator/test_digests", "simulator/test_swarm", "worker/memory/test_shared_memory"),
-        *("tiers/test_hostile", "benchmarks/test_layouts"),
+        "tiers/test_hostile",
     )
 )
 """Files in the order in which they begin; the others follow."""

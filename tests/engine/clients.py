@@ -25,7 +25,6 @@ class Expected:
     # By how much each token is likelier than the runner-up, in log-probability.
     margins: tuple[float, ...]
     runners_up: tuple[int, ...]  # the second likeliest token at each position
-    logprobs: tuple[float, ...]  # of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class Ask:
     # The client goes away when it has received this many tokens; 0 is before the first one.
     cut_off_tokens: int | None = None
     cut_off_s: float | None = None  # the client goes away this long after it has begun to send
-    num_logprobs: int | None = None  # of how many likeliest tokens the answer is to tell
 
     @property
     def is_cut_off(self) -> bool:
@@ -52,7 +50,6 @@ class Reply:
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of each token, if they were asked for
     is_complete: bool = False
     error: str | None = None
 
@@ -79,17 +76,11 @@ async def ask_baseline(
             response.raise_for_status()
             (choice,) = (await response.json())["choices"]
         margins, runners_up = [], []
-        logprobs = choice["logprobs"]
-        for likeliest in logprobs["top_logprobs"]:
+        for likeliest in choice["logprobs"]["top_logprobs"]:
             (_, first), (second_token, second) = likeliest.items()
             margins.append(first - second)
             runners_up.append(int(second_token.removeprefix("token_id:")))
-        return Expected(
-            tuple(choice["token_ids"]),
-            tuple(margins),
-            tuple(runners_up),
-            tuple(logprobs["token_logprobs"]),
-        )
+        return Expected(tuple(choice["token_ids"]), tuple(margins), tuple(runners_up))
 
     async with open_session(server) as session:
         return list(await asyncio.gather(*(ask_one(session, prompt) for prompt in prompts)))
@@ -130,8 +121,7 @@ async def ask_all(
 async def receive(session: aiohttp.ClientSession, prompt: list[int], reply: Reply) -> None:
     """Stream one answer into the reply until its end or until the client goes away."""
     ask = reply.ask
-    body = make_body(prompt, ask.num_tokens) | {"stream": True, "logprobs": ask.num_logprobs}
-    body["return_tokens_as_token_ids"] = True  # there is no tokenizer
+    body = make_body(prompt, ask.num_tokens) | {"stream": True}
     async with session.post("/v1/completions", json=body) as response:
         if response.status != 200:
             reply.error = f"HTTP {response.status}: {await response.text()}"
@@ -152,8 +142,6 @@ async def receive(session: aiohttp.ClientSession, prompt: list[int], reply: Repl
                 return
             (choice,) = event["choices"]
             reply.tokens += choice["token_ids"]
-            if choice["logprobs"]:
-                reply.logprobs += choice["logprobs"]["token_logprobs"]
             if ask.cut_off_tokens is not None and len(reply.tokens) >= ask.cut_off_tokens:
                 response.close()
                 return

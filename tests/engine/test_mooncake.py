@@ -5,31 +5,13 @@ import time
 
 import pytest
 
-from tests.engine.engines import connector, make_prompts, run
+from tests.engine.engines import connector, make_prompts
 from tests.engine.http_server import HttpServer
-from tests.engine.test_network_tiers import NUM_BLOCKS, check_shared, make_job
-from tests.mooncake_server import Master, Segment, find_master
-from tests.valkey_server import Server
+from tests.mooncake_server import Master, find_master
 
 pytestmark = pytest.mark.skipif(
     find_master() is None, reason="Mooncake is not installed: make servers"
 )
-
-
-@pytest.mark.nightly
-def test_what_one_engine_computes_another_answers_from_mooncake_as_from_valkey(model, tmp_path):
-    """The first engine writes to both, and each of the others reads from one of them."""
-    with (
-        Server(tmp_path / "valkey") as valkey,
-        Master(tmp_path / "mooncake") as master,
-        Segment(tmp_path / "mooncake", master),
-    ):
-        tiers = [{"url": f"redis://{valkey.host_port}"}, {"url": master.url}]
-        (first,) = run(tmp_path / "first", make_job(model("llama"), *tiers))
-        assert first.count("tier_written_objects") == 2 * NUM_BLOCKS
-        for tier in tiers:
-            (other,) = run(tmp_path / tier["url"][:5], make_job(model("llama"), tier))
-            check_shared(first, other)
 
 
 class Load(threading.Thread):

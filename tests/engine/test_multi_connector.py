@@ -21,7 +21,6 @@ from tests.engine.engines import (
     make_job,
     num_hit_tokens,
     run,
-    tier_at,
 )
 
 NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
@@ -89,21 +88,3 @@ def test_what_another_connector_has_loaded_comes_back_from_the_host(
     assert report.count("hit_tokens") == 3 * NUM_HIT_TOKENS, "the first round was not the files'"
     assert report.tokens == plain_llama.tokens
     report.check_well()
-
-
-@pytest.mark.nightly
-def test_an_engine_finds_in_the_tier_what_the_last_one_stored(model, plain_llama, tmp_path):
-    """Ours is asked first by one engine and last by the next; the other one's files are gone."""
-    ours = connector(tiers=[tier_at(tmp_path / "tier")])
-    settings = {"turns": ABC_TWICE[:3], "prefix_caching_hash_algo": "sha256_cbor"}
-    examples = [example_connector(tmp_path / name) for name in ("files", "no files")]
-    (first,) = run(tmp_path / "first", make_multi_job(model, ours, examples[0], **settings))
-    (second,) = run(tmp_path / "second", make_multi_job(model, examples[1], ours, **settings))
-    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
-    assert [answer.num_host for answer in second.answers] == [NUM_HIT_TOKENS] * 3
-    assert second.count("hit_tokens") == 3 * NUM_HIT_TOKENS
-    num_blocks = 3 * NUM_HIT_TOKENS // 32
-    assert second.count("fetched_blocks") == second.count("tier_read_objects") == num_blocks
-    for report in (first, second):
-        assert report.tokens == plain_llama.tokens[:3]
-        report.check_well()

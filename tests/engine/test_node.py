@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from examples.tiny_models import ModelKind
 from safe_offload.node.pools import find_pools, remove_pool
 from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,
-    Job,
-    Report,
     connector,
     make_job,
     make_prompts,
@@ -54,36 +53,6 @@ def pools() -> Iterator[Pools]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def job(model: Path, turns: tuple[str, ...] = ABC, **extra: Any) -> Job:
-    config = connector(share="node", **extra)
-    return make_job(model, config, turns=turns, prefix_caching_hash_algo=HASHES)
-
-
-def check_found_again(first: Report, second: Report, num_hit: int) -> None:
-    for report in (first, second):
-        report.check_well()
-    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
-    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
-    assert second.tokens == first.tokens
-
-
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3"])
-def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path, pools):
-    """With checksums, which lie beside the slots."""
-    one = job(model(kind), verify="load")
-    (first,) = run(tmp_path / "first", one)
-    assert set(pools.of(first.log)) == {"created"}
-    (second,) = run(tmp_path / "second", one)
-    assert set(pools.of(second.log)) == {"found"}
-    check_found_again(first, second, num_hit_tokens(2000))
-    (path,) = pools.paths
-    (pool,) = (pool for pool in find_pools() if pool.path == path)
-    assert pool.num_filled > 0
-    assert not pool.is_used
-    assert remove_pool(path) == ""
-    assert not path.exists()
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["llama", "deepseek"])
 def test_two_ranks_find_what_the_last_two_stored(kind, model, tmp_path, pools):
@@ -118,12 +87,18 @@ def serve(model, tmp_path):
     """Start servers of one model that share their host cache."""
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, *arguments: str, num_slots: int = 200, **extra: Any) -> HttpServer:
+        def start(
+            name: str,
+            *arguments: str,
+            kind: ModelKind = "llama",
+            num_slots: int = 200,
+            **extra: Any,
+        ) -> HttpServer:
             return stack.enter_context(
                 HttpServer(
-                    model("llama"),
+                    model(kind),
                     tmp_path / name,
-                    num_blocks=40,
+                    num_blocks=120,
                     config=connector(num_slots, share="node", verify="load", **extra),
                     arguments=arguments,
                 )
@@ -148,7 +123,7 @@ def pss_of(path: Path, process_ids: list[int]) -> int:
 def test_two_servers_share_what_either_has_computed_and_one_is_killed(serve, pools):
     prompts = make_prompts(641)
     num_hit = num_hit_tokens(641)
-    one, other = serve("one"), serve("other")
+    one, other = (serve(name, kind="gemma3", num_slots=600) for name in ("one", "other"))
     for server in (one, other):
         server.wait_until_healthy()
     logs = [pools.of(server.log()) for server in (one, other)]

@@ -48,5 +48,5 @@ def test_most_of_what_the_gpu_lost_comes_back_and_every_token_is_the_same(
         expected = process.call(answer_alone, workload, RUN_TIMEOUT_S)
         run = process.call(run_watched, workload, RUN_TIMEOUT_S)
     assert run.token_ids == expected
-    assert len(run.recoveries) >= 3, "the pool holds too much"
-    assert run.host_share >= HOST_SHARE_MIN, run.recoveries
+    assert run.num_preemptions >= 3, "the pool holds too much"
+    assert run.host_share >= HOST_SHARE_MIN, run

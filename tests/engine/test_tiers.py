@@ -58,15 +58,6 @@ def check_found_again(first: Report, second: Report, num_hit: int) -> None:
     assert second.tokens == first.tokens
 
 
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "gemma3"])
-def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path):
-    """A, B, C are asked, the engine ends, a new one has the same directory."""
-    tier = tmp_path / "tier"
-    (first,) = run(tmp_path / "first", job(model(kind), kind, tier))
-    (second,) = run(tmp_path / "second", job(model(kind), kind, tier))
-    check_found_again(first, second, num_hit_tokens(2000))
-
-
 @pytest.mark.nightly
 def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up(model, tmp_path):
     """It knows steps of 16 tokens, and nothing of those of 512 that its hits have spared it."""
@@ -103,12 +94,12 @@ PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
 
 
 def make_server(
-    model: Path, tier: Path, folder: Path, num_slots: int = 500, **more: Any
+    model: Path, tier: Path, folder: Path, num_slots: int = 500, num_blocks: int = 50, **more: Any
 ) -> HttpServer:
     return HttpServer(
         model,
         folder,
-        num_blocks=50,
+        num_blocks=num_blocks,
         config=connector(num_slots, tiers=[tier_at(tier, **more)]),
         arguments=("--prefix-caching-hash-algo", HASHES),
     )
@@ -135,8 +126,10 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
 ):
     """A, B, C are computed by one server, D by another one; then a directory that vanishes."""
     tier = tmpfs / "kv"
-    first = make_server(model("llama"), tier, tmp_path / "first")
-    beside = make_server(model("llama"), tier, tmp_path / "beside")
+    first, beside = (
+        make_server(model("gemma3"), tier, tmp_path / name, num_blocks=150)
+        for name in ("first", "beside")
+    )
     num_hit = num_hit_tokens(NUM_TOKENS)
     with first, beside:
         first.wait_until_healthy()
