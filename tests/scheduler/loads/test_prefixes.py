@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from vllm.config import SpeculativeConfig
 
-from tests.benchmarks.shared import (
+from tests.scheduler.loads.prefixes import (
     CASES,
     COPY_STEPS,
     LAYOUTS,
