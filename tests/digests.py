@@ -49,20 +49,17 @@ def digests(profiles: list[str], seeds: range, num_processes: int) -> Iterator[s
 def counts() -> Iterator[str]:
     """Yield a line for each trace, connector and hook: instructions, calls of functions."""
     from tests.benchmarks.scheduler import SchedulerOptions, measure
-    from tests.benchmarks.scheduler_measure import COPY_STEPS
     from tests.benchmarks.scheduler_traces import TRACES
 
     options = SchedulerOptions(
         traces=tuple(TRACES),
         connectors=CONNECTORS,
         rounds=1,
-        copy_steps=COPY_STEPS,
         seed=0,
         is_quick=True,
         is_counting=True,
     )
-    report = measure(options, lambda _: None)
-    for name, trace in report.traces.items():
+    for name, trace in measure(options, lambda _: None).items():
         for connector in CONNECTORS:
             hooks = {**trace.counts[connector], "all": trace.total_counts(connector)}
             for hook, count in sorted(hooks.items()):

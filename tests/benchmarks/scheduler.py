@@ -1,27 +1,42 @@
 """What a connector costs inside vLLM's scheduler, which is one thread for all requests.
 
 vLLM's real scheduler serves fixed traces with each connector's scheduler side: no model, no copies.
-Every hook that the scheduler calls is timed, or with --counts what it executes is counted.
+A stand-in for the workers reports a copy one step after the one whose plan names it. All have the
+same requests, GPU blocks and host slots.
+
+Every hook that the scheduler calls is timed, the wrapper's own time taken off, every connector once
+in each round, the order rotating, the garbage collector off. Every round makes the same calls:
+figures are of the least of the rounds, call by call, for others on the machine can only add to it.
+With --counts bytecode instructions and calls of functions inside the hooks are counted instead.
+
+Hits: tokens loaded for requests that first run, of all prompt tokens. Kept: GPU blocks referenced
+that no request holds, mean and most over the steps. These are of an untimed run.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 
-from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
+from safe_offload.commands.bench.report import (
+    Report,
+    add_output_arguments,
+    describe_machine,
+    publish,
+    table,
+)
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import (
     COPY_STEPS,
     Answers,
+    Facts,
     Run,
     Timing,
     count_hooks,
     observe,
     time_hooks,
 )
-from tests.benchmarks.scheduler_probe import WrapperCost, measure_wrapper_cost
-from tests.benchmarks.scheduler_report import NOTHING, SchedulerFound, TraceFound, make_report
+from tests.benchmarks.scheduler_probe import Counts, measure_wrapper_ns
 from tests.benchmarks.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
 
 
@@ -32,13 +47,49 @@ class SchedulerOptions:
     traces: tuple[str, ...]
     connectors: tuple[str, ...]
     rounds: int
-    copy_steps: int
     seed: int
     is_quick: bool
     is_counting: bool
 
 
 Say = Callable[[str], None]
+RIVALS = {"ours-eager": "simple-eager", "ours-lazy": "simple-lazy"}
+"""Which of the others does the same as ours."""
+OTHER = "offloading"
+NOTHING = "none"
+
+
+@dataclass(slots=True)
+class TraceFound:
+    """All connectors on one trace."""
+
+    facts: dict[str, Facts] = field(default_factory=dict)  # by connector
+    timings: dict[str, Timing] = field(default_factory=dict)  # by connector
+    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by connector and hook
+
+    def hooks(self) -> list[str]:
+        totals: dict[str, int] = {}
+        for timing in self.timings.values():
+            for hook, time in timing.hooks.items():
+                totals[hook] = totals.get(hook, 0) + time.total_ns
+        return sorted(totals, key=lambda hook: -totals[hook])
+
+    def ratio(self, name: str, other: str) -> float | None:
+        """Return how many times the hook time of another."""
+        if name not in self.timings or other not in self.timings:
+            return None
+        return self.timings[name].total_ns / self.timings[other].total_ns
+
+    def total_counts(self, name: str) -> Counts:
+        return sum(self.counts[name].values(), Counts())
+
+    def count_ratio(self, name: str, other: str) -> float | None:
+        if name not in self.counts or other not in self.counts:
+            return None
+        return self.total_counts(name).instructions / self.total_counts(other).instructions
+
+
+Traces = dict[str, TraceFound]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=5, help="(%(default)s)")
     add("--quick", action="store_true", help="a quarter of the users, prompts and blocks")
     add("--counts", action="store_true", help="count calls and instructions; takes no times")
-    add(
-        "--copy-steps",
-        type=int,
-        default=COPY_STEPS,
-        metavar="D",
-        help="a copy is reported D steps after the one whose plan names it (%(default)s)",
-    )
     add("--seed", type=int, default=0, help="of the traces (%(default)s)")
     add_output_arguments(parser)
 
@@ -63,48 +107,51 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks scheduler`."""
     options = _read_options(arguments)
     machine = describe_machine()
-    found = measure(options, print)
-    publish(make_report(found, machine), arguments)
+    traces = measure(options, print)
+    assert __doc__ is not None
+    figures = {
+        name: asdict(trace) | {"ratios": {mine: _ratios(trace, mine) for mine in RIVALS}}
+        for name, trace in traces.items()
+    }
+    sections = [*_sections(traces), _ratio_lines(traces)]
+    report = Report(__doc__.strip(), sections, {"traces": figures}, asdict(options), machine)
+    publish(report, arguments)
     return 0
 
 
-def measure(options: SchedulerOptions, say: Say) -> SchedulerFound:
-    cost = measure_wrapper_cost()
-    found = SchedulerFound(cost, asdict(options))
+def measure(options: SchedulerOptions, say: Say) -> Traces:
+    wrapper_ns = measure_wrapper_ns()
+    found: Traces = {}
     share = QUICK_SHARE if options.is_quick else 1
     for name in options.traces:
         for layout in LAYOUTS:
             trace = make_trace(name, layout, seed=options.seed, share=share)
             say(f"{trace.name}: {trace.num_requests} requests")
-            found.traces[trace.name] = measure_trace(trace, options, cost)
+            found[trace.name] = measure_trace(trace, options, wrapper_ns)
     return found
 
 
-def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) -> TraceFound:
+def measure_trace(trace: Trace, options: SchedulerOptions, wrapper_ns: int) -> TraceFound:
     """Serve one trace with every connector: once to look at what happens, then in rounds."""
     found = TraceFound()
     answers: Answers = {}
     for name in options.connectors:
-        found.facts[name], answered = observe(trace, name, options.copy_steps)
+        found.facts[name], answered = observe(trace, name, COPY_STEPS)
         if answers and answered != answers:
             raise SafeOffloadError(f"{trace.name}: other answers with {name}")
         answers = answered
     if options.is_counting:
-        for name in _with_hooks(options):
-            found.counts[name] = count_hooks(trace, name, options.copy_steps)
+        for name in (name for name in options.connectors if name != NOTHING):
+            found.counts[name] = count_hooks(trace, name, COPY_STEPS)
         return found
     order = list(options.connectors)
     runs: dict[str, list[Run]] = {name: [] for name in order}
     for _ in range(options.rounds):
         for name in order:
-            runs[name].append(time_hooks(trace, name, options.copy_steps, cost))
+            runs[name].append(time_hooks(trace, name, COPY_STEPS, wrapper_ns))
         order.append(order.pop(0))
     found.timings = {name: Timing.of(runs[name]) for name in options.connectors}
     return found
-
-
-def _with_hooks(options: SchedulerOptions) -> Sequence[str]:
-    return [name for name in options.connectors if name != NOTHING]
 
 
 def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
@@ -112,8 +159,105 @@ def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
         traces=tuple(arguments.traces),
         connectors=tuple(arguments.connectors),
         rounds=arguments.rounds,
-        copy_steps=arguments.copy_steps,
         seed=arguments.seed,
         is_quick=arguments.quick or arguments.counts,
         is_counting=arguments.counts,
     )
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def _ratios(trace: TraceFound, name: str) -> dict[str, float | None]:
+    return {
+        f"{what} of {other}": ratio(name, other)
+        for what, ratio in (("time", trace.ratio), ("instructions", trace.count_ratio))
+        for other in (RIVALS[name], OTHER)
+    }
+
+
+def _sections(traces: Traces) -> Iterator[str]:
+    for name, trace in traces.items():
+        yield f"== {name}\n" + _facts_table(trace)
+        if trace.timings:
+            yield "total ms, median us, p99 us of a call, calls\n" + _hooks_table(trace)
+        if trace.counts:
+            yield "bytecode instructions (calls of functions)\n" + _counts_table(trace)
+
+
+def _facts_table(trace: TraceFound) -> str:
+    head = ["stored", "loaded", "hits", "computed", "preempted", "kept", ""]
+    if trace.timings:
+        head = ["hooks", "step", "p99", "per 1,000 blocks", *head]
+    rows = [["", *head]]
+    for name, facts in trace.facts.items():
+        times = _time_cells(trace.timings[name], facts.num_moved) if trace.timings else []
+        rows.append(
+            [
+                name,
+                *times,
+                f"{facts.num_stored:,}",
+                f"{facts.num_loaded:,}",
+                f"{facts.hit_rate:.0%}",
+                f"{facts.num_computed:,}",
+                f"{facts.num_preemptions:,}",
+                f"{facts.kept_mean:.1f}",
+                f"{facts.kept_max:,}",
+            ]
+        )
+    return table(rows)
+
+
+def _time_cells(timing: Timing, num_moved: int) -> list[str]:
+    return [
+        f"{timing.total_ns / 1e6:,.0f} ms",
+        f"{timing.steps.median_ns / 1e3:,.0f} us",
+        f"{timing.steps.p99_ns / 1e3:,.0f} us",
+        f"{timing.total_ns / num_moved:,.0f} us" if num_moved else "-",
+    ]
+
+
+def _hooks_table(trace: TraceFound) -> str:
+    names = [name for name in trace.timings if name != NOTHING]
+    rows = [["", *names]]
+    for hook in trace.hooks():
+        times = [trace.timings[name].hooks.get(hook) for name in names]
+        rows.append(
+            [
+                hook,
+                *(
+                    f"{t.total_ns / 1e6:.1f} {t.median_ns / 1e3:6.1f} {t.p99_ns / 1e3:7.1f}"
+                    f" {t.calls:5,}"
+                    if t
+                    else "-"
+                    for t in times
+                ),
+            ]
+        )
+    return table(rows)
+
+
+def _counts_table(trace: TraceFound) -> str:
+    names = list(trace.counts)
+    hooks = sorted({hook for counts in trace.counts.values() for hook in counts})
+    rows = [(hook, [trace.counts[name].get(hook) for name in names]) for hook in hooks]
+    rows.append(("all", [trace.total_counts(name) for name in names]))
+    cells = [
+        [hook, *(f"{c.instructions:,} ({c.functions:,})" if c else "-" for c in row)]
+        for hook, row in rows
+    ]
+    return table([["", *names], *cells])
+
+
+def _ratio_lines(traces: Traces) -> str:
+    lines = ["== ours as a multiple of the others: time of all hooks, bytecode instructions"]
+    for name, trace in traces.items():
+        cells = []
+        for mine, rival in RIVALS.items():
+            for other in (rival, OTHER):
+                ratios = (trace.ratio(mine, other), trace.count_ratio(mine, other))
+                shown = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+                if shown:
+                    cells.append(f"{mine}/{other} {shown}")
+        lines.append(f"{name:16} " + "; ".join(cells))
+    return "\n".join(lines)

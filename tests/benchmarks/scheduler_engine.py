@@ -7,9 +7,7 @@ the next prompt and is the same with every connector. There are no workers eithe
 from __future__ import annotations
 
 import functools
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,24 +95,6 @@ def _token(request_id: str, position: int) -> int:
 @functools.cache
 def _seed(request_id: str) -> int:
     return zlib.crc32(request_id.encode())
-
-
-class SchedulerClock:
-    """The time inside vLLM's scheduler, hooks included. Hashing a prompt is not in it."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.total_ns = 0  # so far
-        for name in ("add_request", "has_requests", "schedule", "update_from_output"):
-            setattr(scheduler, name, self._timed(getattr(scheduler, name)))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            start_ns = time.perf_counter_ns()
-            result = method(*args)
-            self.total_ns += time.perf_counter_ns() - start_ns
-            return result
-
-        return timed
 
 
 def serve(engine: PeerEngine, trace: Trace, probe: Probe) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safe_offload.commands.bench.report import percentile
-from tests.benchmarks.scheduler_engine import SchedulerClock, Sizes, make_engine, serve
+from tests.benchmarks.scheduler_engine import Sizes, make_engine, serve
 from tests.benchmarks.scheduler_probe import (
     Counts,
     HookCounter,
     HookTimer,
     Watch,
-    WrapperCost,
     without_gc,
 )
 from tests.benchmarks.scheduler_traces import Trace
@@ -64,21 +63,19 @@ class HookTime:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: each call of each hook, all hooks by step, and the whole scheduler with them."""
+    """One run: each call of each hook, and all hooks by step."""
 
     calls_ns: dict[str, list[int]]
     steps_ns: list[int]
-    scheduler_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All rounds of a trace: hooks one by one, all of them by step, the whole scheduler."""
+    """All rounds of a trace: hooks one by one, and all of them by step."""
 
     hooks: dict[str, HookTime]
     steps: HookTime
     total_ns: int
-    scheduler_ns: int
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Timing:
@@ -94,7 +91,7 @@ class Timing:
         }
         steps_ns = [min(same) for same in zip(*(run.steps_ns for run in runs), strict=True)]
         total_ns = sum(time.total_ns for time in hooks.values())
-        return cls(hooks, HookTime.of(steps_ns), total_ns, min(run.scheduler_ns for run in runs))
+        return cls(hooks, HookTime.of(steps_ns), total_ns)
 
 
 Answers = dict[str, list[int]]
@@ -119,16 +116,14 @@ def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
     return facts, engine.answers
 
 
-def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Run:
-    timer = HookTimer(cost)
+def time_hooks(trace: Trace, name: str, copy_steps: int, wrapper_ns: int) -> Run:
+    timer = HookTimer(wrapper_ns)
     engine = make_engine(name, Sizes.of(trace), copy_steps)
-    clock = SchedulerClock(engine.scheduler)
     with without_gc():
         serve(engine, trace, timer)
     return Run(
         {hook: samples for hook, samples in timer.samples_ns.items() if samples},
         timer.steps_ns,
-        clock.total_ns - cost.outside_ns * timer.num_calls,
     )
 
 

@@ -35,8 +35,7 @@ HOOKS = (
     "reset_cache",
 )
 """Methods of the connector that vLLM's scheduler calls (0.32.0, v1/core/sched/scheduler.py)."""
-_CALIBRATION_CALLS = 2_000
-_CALIBRATION_TRIES = 20
+_CALIBRATION_CALLS = 40_000
 
 Hook = Callable[..., Any]
 
@@ -75,37 +74,26 @@ def without_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass(frozen=True, slots=True)
-class WrapperCost:
-    """What a timing wrapper adds to a call."""
-
-    inside_ns: int  # to the time that it notes
-    outside_ns: int  # to the time of the caller
-
-
 class HookTimer:
-    """Times every call of every hook; all times are less what the wrapper itself takes.
+    """Times every call of every hook; of each call what the wrapper itself takes is taken off."""
 
-    `cost`: of the wrapper.
-    """
-
-    def __init__(self, cost: WrapperCost) -> None:
+    def __init__(self, wrapper_ns: int) -> None:
         self.samples_ns: dict[str, list[int]] = {}  # of each hook, in the order of the calls
         self.steps_ns: list[int] = []  # all hooks together, by step
-        self._cost = cost
+        self._wrapper_ns = wrapper_ns
         self._step: list[int] = []
 
     def wrap(self, name: str, hook: Hook) -> Hook:
         """Return the hook with a clock around it."""
         clock = time.perf_counter_ns
-        inside_ns = self._cost.inside_ns
+        wrapper_ns = self._wrapper_ns
         note = self.samples_ns.setdefault(name, []).append
         note_step = self._step.append
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start_ns = clock()
             result = hook(*args, **kwargs)
-            elapsed_ns = clock() - start_ns - inside_ns
+            elapsed_ns = clock() - start_ns - wrapper_ns
             note(elapsed_ns)
             note_step(elapsed_ns)
             return result
@@ -117,36 +105,18 @@ class HookTimer:
         self.steps_ns.append(sum(self._step))
         self._step.clear()
 
-    def forget(self) -> None:
-        """Begin again."""
-        for samples_ns in (*self.samples_ns.values(), self.steps_ns, self._step):
-            samples_ns.clear()
 
-    @property
-    def num_calls(self) -> int:
-        return sum(map(len, self.samples_ns.values()))
-
-
-def measure_wrapper_cost() -> WrapperCost:
-    """Time a hook that does nothing, through the wrapper and without it; the best of some tries."""
+def measure_wrapper_ns() -> int:
+    """Time a hook that does nothing through the wrapper; return what a call seems to take."""
 
     def nothing(request: Any, num_tokens: Any) -> None:
         pass
 
-    timer = HookTimer(WrapperCost(0, 0))
-    best_ns = [
-        min(_time_calls(hook) for _ in range(_CALIBRATION_TRIES))
-        for hook in (nothing, timer.wrap("nothing", nothing))
-    ]
-    outside_ns = max(0, best_ns[1] - best_ns[0]) // _CALIBRATION_CALLS
-    return WrapperCost(int(statistics.median(timer.samples_ns["nothing"])), outside_ns)
-
-
-def _time_calls(hook: Hook) -> int:
-    start_ns = time.perf_counter_ns()
+    timer = HookTimer(0)
+    wrapped = timer.wrap("nothing", nothing)
     for _ in range(_CALIBRATION_CALLS):
-        hook(None, 0)
-    return time.perf_counter_ns() - start_ns
+        wrapped(None, 0)
+    return int(statistics.median(timer.samples_ns["nothing"]))
 
 
 class Watch:
