@@ -1,6 +1,5 @@
 """The stand-in for a tier: it does what a tier promises, and what its faults say."""
 
-import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Coroutine
@@ -17,7 +16,6 @@ from tests.simulator.events import Abort, FaultKind
 from tests.simulator.profiles import PROFILES, Profile
 from tests.simulator.run import Fleet, findings_of, make_stores, run
 from tests.simulator.tiers import (
-    CUT_TICKS_MAX,
     ObjectStore,
     RankTiers,
     SimTier,
@@ -62,21 +60,14 @@ class Place:
     def plan(self, fault: TierFault) -> None:
         self.rank.faults.planned.append((0, fault))
 
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
         task = self.loop.create_task(work)
-        self.loop.run_once()
-        return task
-
-    def finish(self, task: asyncio.Task[T], ticks_max: int = TICKS_MAX) -> T:
-        for _ in range(ticks_max):
+        for _ in range(TICKS_MAX):
             self.device.tick()
             self.loop.run_once()
             if task.done():
                 return task.result()
         raise AssertionError("it has not ended")
-
-    def do(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.finish(self.start(work))
 
     def spill(self) -> list[Result]:
         return self.do(self.tier.spill(NAMES, self.slots))
@@ -122,126 +113,6 @@ def test_a_fault_of_a_spill_shows_in_its_results_or_in_those_of_a_fetch(fault, s
         present = place.do(place.tier.probe(NAMES))
         assert present == [result is Result.DONE for result in results]
     assert (seen_spilled, seen_fetched) == (spilled, fetched)
-
-
-def test_a_lie_is_about_presence():
-    place = Place()
-    place.plan(TierFault.LIE)
-    assert set(place.do(place.tier.probe(NAMES))) == {True, False}
-    assert place.do(place.tier.probe(NAMES)) == [False] * NUM_SLOTS
-
-
-def test_half_of_all_objects_are_gone_between_a_probe_and_its_fetch():
-    place = Place()
-    place.spill()
-    place.plan(TierFault.EVICT)
-    assert all(place.do(place.tier.probe(NAMES)))
-    assert place.fetch().count(Result.ABSENT) == NUM_SLOTS // 2
-
-
-@pytest.mark.parametrize("fault", [TierFault.FAIL, TierFault.DIE])
-def test_an_operation_that_fails_raises(fault):
-    place = Place()
-    place.spill()
-    place.plan(fault)
-    with pytest.raises(OSError, match="simulator"):
-        place.fetch()
-    if fault is TierFault.DIE:
-        with pytest.raises(OSError, match="dead"):
-            place.do(place.tier.probe(NAMES))
-    else:
-        assert place.fetch() == [Result.DONE] * NUM_SLOTS
-
-
-def test_what_hangs_ends_when_faults_stop_whether_it_is_cancelled_or_not():
-    outcomes = set()
-    for seed in range(8):
-        place = Place(seed)
-        place.spill()
-        place.wipe()
-        place.plan(TierFault.HANG)
-        task = place.start(place.tier.fetch(NAMES, place.slots))
-        for _ in range(2):
-            place.device.tick()
-        task.cancel()
-        place.loop.run_once()
-        if place.tier.running[0].opened:
-            with pytest.raises(AssertionError, match="not ended"):
-                place.finish(task, ticks_max=50)
-        place.rank.recover()
-        results = place.finish(task)
-        outcomes.update(results)
-        for slot_id, result in enumerate(results):
-            assert place.is_right(slot_id) == (result is Result.DONE)
-            if result is Result.CANCELLED:  # it was not begun, and never will be
-                assert place.device.memory.host[slot_id] == [None] * NUM_WORDS
-    assert outcomes == {Result.DONE, Result.CANCELLED}
-
-
-def test_a_fetch_goes_on_writing_while_the_loop_stands_still():
-    place = Place(ticks_max=30)
-    place.spill()
-    place.wipe()
-    task = place.start(place.tier.fetch(NAMES, place.slots))
-    for _ in range(40):
-        place.device.tick()
-    assert not task.done()
-    assert all(map(place.is_right, range(NUM_SLOTS)))
-    place.finish(task)
-
-
-def test_what_was_used_least_recently_is_evicted_first():
-    place = Place(num_objects_max=3)
-    for index in (0, 1, 2):
-        place.do(place.tier.spill(NAMES[index : index + 1], place.slots[index : index + 1]))
-    place.do(place.tier.fetch(NAMES[:1], place.slots[:1]))
-    place.do(place.tier.spill(NAMES[3:4], place.slots[3:4]))
-    assert place.do(place.tier.probe(NAMES[:4])) == [True, False, True, True]
-
-
-def test_an_engine_that_is_started_again_finds_its_own_in_its_first_namespace_only():
-    place = Place()
-    place.tier.epoch_of = lambda slot_id: 2
-    after_reset = Name(namespace_of(0, "ab12"), 0, bytes(32))
-    place.spill()
-    place.do(place.tier.spill([after_reset], place.slots[:1]))
-    place.store.restart()
-    epochs = {name: stored.epoch for name, stored in place.store.objects.items()}
-    assert epochs == {**dict.fromkeys(NAMES, 0), after_reset: -1}
-
-
-def test_a_lost_connection_ends_what_is_under_way_and_what_comes_soon_after():
-    place = Place(ticks_max=40)
-    place.spill()
-    place.wipe()
-    fetch = place.start(place.tier.fetch(NAMES, place.slots))
-    for _ in range(3):
-        place.device.tick()
-    place.plan(TierFault.CUT)
-    with pytest.raises(ConnectionError, match="cannot be reached"):
-        place.do(place.tier.probe(NAMES))
-    written = [list(words) for words in place.device.memory.host]
-    with pytest.raises(OSError, match="lost its connection"):
-        place.finish(fetch)
-    for _ in range(CUT_TICKS_MAX):
-        place.device.tick()
-    assert place.device.memory.host == written, "nothing is written any more"
-    assert place.fetch() == [Result.DONE] * NUM_SLOTS
-
-
-def test_nothing_happens_before_the_latency_has_passed():
-    place = Place(latency_ticks=40)
-    place.spill()
-    place.wipe()
-    fetch = place.start(place.tier.fetch(NAMES, place.slots))
-    for _ in range(20):
-        place.device.tick()
-    assert place.device.memory.host == [[None] * NUM_WORDS] * NUM_SLOTS
-    assert place.finish(fetch, ticks_max=60) == [Result.DONE] * NUM_SLOTS
-    probe = place.start(place.tier.probe(NAMES))
-    with pytest.raises(AssertionError, match="not ended"):
-        place.finish(probe, ticks_max=19)
-    assert all(place.finish(probe, ticks_max=60))
 
 
 # ---- engines that share ------------------------------------------------------------------------
