@@ -19,8 +19,8 @@ from vllm.engine.arg_utils import EngineArgs
 from safe_offload.commands.bench.engine import BenchOptions
 from safe_offload.commands.doctor.vllm_facts import MARK
 from tests.benchmarks import __main__ as benchmarks
-from tests.gpu import campaign, figures, shapes
-from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts, read_end
+from tests.gpu import campaign, shapes
+from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, read_end
 from tests.gpu.steps import (
     BUDGET_S,
     FIGURES,
@@ -190,18 +190,18 @@ def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
     assert "test_good PASSED" not in text
 
 
+def test_what_the_machine_lacks_is_left_out_and_the_report_says_so(tmp_path):
+    steps = [python("agents", "pass", lacks="no traces here"), python("one", "pass")]
+    assert verdicts_of(steps, tmp_path) == {"agents": "left out (no traces here)", "one": "passed"}
+    assert "| agents | left out (no traces here) |" in (tmp_path / campaign.REPORT).read_text()
+
+
 def test_steps_that_need_more_gpus_than_there_are_do_not_run(tmp_path):
     steps = [python("two", "pass", num_gpus=2), python("one", "pass")]
     two = "left out (needs 2 GPUs, found 1)"
     assert verdicts_of(steps, tmp_path) == {"two": two, "one": "passed"}
     more = Facts(GPU.rows, "", num_gpus=2)
     assert verdicts_of(steps, tmp_path, facts=more) == {"two": "passed", "one": "passed"}
-
-
-def test_what_the_machine_lacks_is_left_out_and_the_report_says_so(tmp_path):
-    steps = [python("agents", "pass", lacks="no traces here"), python("one", "pass")]
-    assert verdicts_of(steps, tmp_path) == {"agents": "left out (no traces here)", "one": "passed"}
-    assert "| agents | left out (no traces here) |" in (tmp_path / campaign.REPORT).read_text()
 
 
 def test_without_a_gpu_nothing_runs_and_it_says_so(tmp_path, monkeypatch, capsys):
@@ -305,7 +305,7 @@ def test_figures_name_first_where_a_peer_is_ahead(tmp_path):
         (tmp_path / name / FIGURES).write_text(json.dumps(content))
     part = tmp_path / "return-llama/figures-busy.json"
     part.write_text(json.dumps({"samples": {"ours": {"hit": [1.5]}, "OC": {"hit": [1.25]}}}))
-    assert [*figures.peers_ahead(figures.read(tmp_path))] == [
+    assert [*campaign.peers_ahead(campaign.read_figures(tmp_path))] == [
         "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s",
         "return-llama-busy, hit: OC 1.2500 s, ours 1.5000 s",
     ]
@@ -358,9 +358,3 @@ def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, 
         path = Path(capsys.readouterr().out.splitlines()[-1])
         assert path.is_relative_to(folder)
         assert "# safe_offload on a GPU" in path.read_text()
-
-
-def test_the_facts_name_commit_packages_and_system():
-    rows = find_facts(sys.executable).rows
-    assert re.match(r"[0-9a-f]{7}|unknown", rows["Commit"])
-    assert "torch 2." in rows["Packages"]

@@ -17,19 +17,31 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.report import describe_machine, table
-from tests.gpu import figures
-from tests.gpu.steps import BUDGET_S, ROOT, UNPACKED_S, Step, first_steps, make_steps, more_steps
+from tests.gpu.steps import (
+    BUDGET_S,
+    FIGURES,
+    ROOT,
+    UNPACKED_S,
+    Step,
+    first_steps,
+    make_steps,
+    more_steps,
+)
 
 REPORT, RESULT, LOG = "report.md", "result.json", "log.txt"
+OURS, PEERS = "ours", ("SCO", "OC")
+AHEAD = 0.98
+"""A peer's median below this share of ours is ahead; what is closer is noise."""
 PASSED = "passed"
 Say = Callable[[str], None]
 STOP_S = 15.0
@@ -43,7 +55,8 @@ PR_SET_PDEATHSIG = 1
 """A step ends with the campaign. Source: Linux, prctl(2), sys/prctl.h."""
 REPORT_CHARS_MAX = 60_000
 """GitHub takes 65,536 characters as the text of an issue."""
-TAIL_CHARS_MIN, TAIL_CHARS_MAX = 300, 6_000
+TAIL_CHARS_MAX = 4_000
+FENCE = "`" * 8
 READ_CHARS_MAX = 4 << 20
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SECRET_CHARS_MIN = 6
@@ -298,31 +311,54 @@ def render(steps: Sequence[Step], results: Results) -> str:
         place = str(machines.index(one.facts) + 1) if one.facts else ""
         row = (one.name, one.verdict, f"{one.duration_s:.0f} s", place)
         lines.append(f"| {' | '.join(map(_cell, row))} |")
-    ahead = [f"- {row}" for row in figures.peers_ahead(figures.read(results.folder))]
+    ahead = [f"- {row}" for row in peers_ahead(read_figures(results.folder))]
     lines += ["", f"Rows in which another connector is ahead: {len(ahead)}.", *ahead]
     for one in found:
         if one.told:
             command = shlex.join(one.command).replace(str(results.folder), "FOLDER")
             lines += ["", f"## {one.name}", "", f"    {command}", "", f"```text\n{one.told}\n```"]
-    text = hide_secrets("\n".join(lines))[: REPORT_CHARS_MAX - 2000]
-    failed = [step for step in steps if results.read(step).verdict.startswith("FAILED")]
-    room = (REPORT_CHARS_MAX - len(text)) // max(len(failed), 1) - 200
-    for step in failed:
-        lines = read_end(results.of(step) / LOG).splitlines()
-        tail = "\n".join(line for line in lines if not GOOD_TEST.match(line))
-        tail = hide_secrets(tail)[-max(TAIL_CHARS_MIN, min(TAIL_CHARS_MAX, room)) :]
-        block = _fold(f"{step.name}: end of its log", tail)
-        if len(text) + len(block) < REPORT_CHARS_MAX:
-            text += "\n\n" + block
-    return text + "\n"
+    for step in steps:
+        if results.read(step).verdict.startswith("FAILED"):
+            log = read_end(results.of(step) / LOG).splitlines()
+            tail = "\n".join(line for line in log if not GOOD_TEST.match(line))[-TAIL_CHARS_MAX:]
+            lines += ["", f"## {step.name}: end of its log", "", f"{FENCE}text\n{tail}\n{FENCE}"]
+    return hide_secrets("\n".join(lines))[:REPORT_CHARS_MAX] + "\n"
+
+
+def files_of(step: str, folder: Path) -> list[Path]:
+    """Return the files with figures of a step: of the whole, and of its parts."""
+    stem, _, ending = FIGURES.partition(".")
+    return sorted(folder.glob(f"{step}/{stem}*.{ending}"), key=lambda file: file.stem)
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """Return the figures of each step; of a part of it under its name and that of the part."""
+    stem, _, _ = FIGURES.partition(".")
+    files = files_of("*", folder)
+    return {f"{f.parent.name}{f.stem.removeprefix(stem)}": json.loads(f.read_text()) for f in files}
+
+
+def peers_ahead(steps: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every row of seconds in which a peer is ahead of us, with both medians."""
+    for step, figures in steps.items():
+        samples = figures.get("samples", ())
+        if not isinstance(samples, dict) or OURS not in samples:
+            continue
+        for name, own in samples[OURS].items():
+            if all(value == int(value) for value in own):
+                continue  # a count
+            for peer in PEERS:
+                theirs = samples.get(peer, {}).get(name)
+                if theirs and statistics.median(theirs) < AHEAD * statistics.median(own):
+                    medians = (
+                        f"{statistics.median(theirs):.4f} s, ours {statistics.median(own):.4f} s"
+                    )
+                    yield f"{step}, {name}: {peer} {medians}"
 
 
 def told_by(folder: Path) -> str:
     """Return what a benchmark found, as text, or the counts of tests."""
-    texts = [
-        json.loads(file.read_text()).get("text")
-        for file in figures.files_of(folder.name, folder.parent)
-    ]
+    texts = [json.loads(f.read_text()).get("text") for f in files_of(folder.name, folder.parent)]
     return "\n\n".join(filter(None, texts)) or counts_of(folder / LOG)
 
 
@@ -348,14 +384,6 @@ def read_end(log: Path) -> str:
             return ESCAPES.sub("", file.read().decode(errors="replace")).strip()
     except OSError as error:
         return str(error)
-
-
-def _fold(title: str, text: str) -> str:
-    """Return a text that is shown on a click, in a fence that nothing in it can close."""
-    longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    title = title.replace("<", "&lt;")
-    return f"<details><summary>{title}</summary>\n\n{fence}text\n{text}\n{fence}\n</details>"
 
 
 def _cell(text: str) -> str:
