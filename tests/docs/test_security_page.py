@@ -52,8 +52,6 @@ UNKNOWN_TO_REDIS_7_0 = re.findall(
 class ServerOfThePage(Server):
     """A server with the users of the page, and one of the test's."""
 
-    is_redis_7_0 = False
-
     def client(self, user: str = "admin") -> Redis:
         return Redis(
             unix_socket_path=str(self.socket),
@@ -84,13 +82,11 @@ def running(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("acl")
     users = folder / "users.acl"
     text = ADMIN + ACLS
-    is_redis_7_0 = request.param == "redis" and " v=7.0." in _version(binary)
-    if is_redis_7_0:
+    if request.param == "redis" and " v=7.0." in _version(binary):
         for word in UNKNOWN_TO_REDIS_7_0:
             text = text.replace(f" {word}", "")
     users.write_text(text)
     with ServerOfThePage(folder, {"aclfile": str(users)}, binary=binary) as server:
-        server.is_redis_7_0 = is_redis_7_0
         yield server
 
 
@@ -185,34 +181,6 @@ def test_an_operator_needs_no_other_right(server, cache):
         assert (status, "denies" in said) == (0, False), said
     assert cache("kv-operator", "ls")[1].startswith("No engine has stored anything")
     assert server.refused() == set()
-
-
-def test_an_operator_who_lacks_a_right_is_told_which(server, cache):
-    """Each is taken away alone; which of two lengths is asked for depends on `client|no-touch`."""
-    (line,) = re.findall(r"^user kv-operator (.*)", ACLS, re.MULTILINE)
-    words = {*line.split()} - ({*UNKNOWN_TO_REDIS_7_0} if server.is_redis_7_0 else set())
-    untouched, others = {"client|no-touch"}, {"scan", "getrange", "object|idletime"}
-    lacks = [{right} for right in (*others, "unlink")]
-    lacks += (
-        [{"memory|usage"}] if server.is_redis_7_0 else [{"strlen"}, {"memory|usage"} | untouched]
-    )
-    for lack in lacks:
-        stored(server)
-        left = [word for word in words if word[1:] not in lack]
-        with server.client() as client:
-            client.execute_command("ACL", "SETUSER", "less", "reset", *left)
-        (missing,) = lack - untouched
-        said = [text for _, text in (cache("less", *action) for action in ACTIONS)]
-        denied = {text for text in said if "denies" in text}
-        fix = f"Fix: add +{missing} to its ACL.\n"
-        label = f"redis://{server.host_port}"
-        assert denied == {f"safe-offload: {label}: it denies this user {missing}. {fix}"}, said
-    if not server.is_redis_7_0:
-        stored(server)
-        less = [word for word in words if word[1:] not in untouched]
-        with server.client() as client:
-            client.execute_command("ACL", "SETUSER", "less", "reset", *less)
-        assert [cache("less", *action)[0] for action in ACTIONS] == [0] * 4
 
 
 async def test_an_engine_that_lacks_a_right_says_which(server, caplog):
