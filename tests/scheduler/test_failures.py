@@ -131,29 +131,6 @@ def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(make_rig,
     rig.check_idle()
 
 
-def test_a_slot_that_two_ranks_find_bad_is_retired_once(make_rig):
-    rig = make_rig(num_blocks=30, num_slots=20, tensor_ranks=2, extra={"verify": "load"})
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
-    rig.forget_gpu_cache()
-    for rank in range(2):
-        flip(rig, store.slot_ids[0], rank)
-    rig.run_alone("a2", a)
-    assert rig.counts["checksum_mismatches"] == rig.planner.gauges()["retired_slots"] == 1
-    rig.check_idle()
-
-
-def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(make_rig):
-    rig = make_rig(num_blocks=30)
-    a = rig.warm()
-    (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
-    report = StepReport(bad_slots=(BadSlots(0, (store.slot_ids[3],)),))
-    rig.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-    assert rig.run_alone("a2", a) == 12
-    rig.check_idle()
-
-
 def test_with_verify_off_a_slot_that_changed_is_served(make_rig):
     """What the test above would see if nothing were compared."""
     rig = make_rig(num_blocks=30)

@@ -60,18 +60,6 @@ def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig):
     rig.check_idle()
 
 
-def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig):
-    rig = make_rig()
-    rig.run_alone("a", rig.prompt(33, 1))
-    rig.forget_gpu_cache()
-    rig.kv_transfer_params = {"max_load_tokens": 13}
-    request = rig.add("a2", rig.prompt(33, 1))
-    answers = [rig.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)]
-    assert answers == [(12, True)] * 3
-    assert rig.planner.gauges()["leased_slots"] == 3
-    rig.finish()
-
-
 # ---- max_offload_tokens ------------------------------------------------------------------------
 
 

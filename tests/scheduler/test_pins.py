@@ -81,32 +81,6 @@ def test_what_is_pinned_outlasts_ten_hosts_of_others_and_is_gone_after_its_time(
     rig.check_idle()
 
 
-def test_a_pin_is_over_although_no_step_has_come_since(make_rig):
-    rig = make(make_rig)
-    prompt = rig.prompt(NUM_TOKENS, 1)
-    ask(rig, "a", prompt, PIN)
-    rig.run_alone("b", rig.prompt(9, 2))  # which gives it its time
-    rig.forget_gpu_cache()
-    rig.clock.advance(601)
-    assert ask(rig, "c", prompt)[0] == 32, "nothing has taken its place"
-    assert gauge(rig, "pins") == 0
-    rig.check_idle()
-
-
-@pytest.mark.parametrize("groups", [HYBRID, ("mamba", "full"), ("chunk:16", "full")])
-def test_of_a_hybrid_model_what_a_hit_needs_is_pinned(make_rig, groups):
-    rig = make(make_rig, groups=groups, num_blocks=120, num_slots=160, extra={"pin_share": 0.5})
-    prompt = rig.prompt(NUM_TOKENS, 1)
-    assert ask(rig, "a", prompt, PIN)[1]["unpinned_tokens"] == 0
-    flood(rig, "f", 4)
-    assert ask(rig, "b", prompt)[0] == 32
-    flood(rig, "g", 2)
-    assert ask(rig, "c", [*prompt, *rig.prompt(4, 5)])[0] >= 32
-    rig.clock.advance(700)
-    rig.run_alone("d", rig.prompt(9, 3))
-    rig.check_idle()
-
-
 @pytest.mark.parametrize("groups", [("full",), HYBRID])
 def test_of_what_has_no_room_the_head_is_pinned_and_the_client_is_told(make_rig, groups):
     rig = make(make_rig, groups=groups, extra={"pin_share": 0.1 * len(groups)})
@@ -145,22 +119,6 @@ def test_a_request_releases_the_pins_of_what_its_prompt_begins_with(make_rig):
     assert gauge(rig, "pinned_slots") == 3
     rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert gauge(rig, "pins") == gauge(rig, "pinned_slots") == 0
-    rig.check_idle()
-
-
-def test_a_reset_ends_pins_while_their_blocks_are_being_stored(make_rig):
-    rig = make(make_rig)
-    rig.start()
-    rig.hold_copies(True)
-    rig.kv_transfer_params = dict(PIN)
-    rig.add("a", rig.prompt(33, 1))
-    rig.kv_transfer_params = None
-    rig.step_until(lambda: "a" in rig.finish_reasons)
-    assert gauge(rig, "pinned_slots") == 9
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-    rig.hold_copies(False)
-    rig.drain()
-    assert gauge(rig, "pinned_slots") == 0
     rig.check_idle()
 
 
