@@ -28,16 +28,13 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from safe_offload.scheduler.cache import directory
-from tests.benchmarks.growth_scenes import BURSTS, PLAIN, SCENES, WINDOWED, Scene, burst
+from tests.benchmarks.growth_scenes import SCENES, Scene
 from tests.benchmarks.scheduler_probe import HOOKS, HookCounter, without_gc, wrap_hooks
 from tests.simulator.peers import PeerEngine
-from tests.simulator.vllm_setup import NONE
 
 EXPONENT_MAX = 1.15
 NUM_DOUBLINGS = 3
 ROUNDS = 3
-BURST_STEPS = 5
-BURST_MAX = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,37 +151,6 @@ def counted_exponent(scene: Scene) -> float:
     return math.log2(most / least) / NUM_DOUBLINGS
 
 
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """Requests over as many shared blocks: the slowest step, and that without a connector."""
-
-    name: str
-    count: int
-    step: Step
-    without_s: float
-
-    @property
-    def ratio(self) -> float:
-        return (self.step.hooks_s + self.step.own_s) / self.without_s
-
-
-def slowest_step(engine: PeerEngine) -> Step:
-    """Serve what an engine has for some steps; return the longest."""
-    steps = [time_step(engine) for _ in range(BURST_STEPS)]
-    return max(steps, key=lambda step: step.hooks_s + step.own_s)
-
-
-def measure_burst(name: str, count: int) -> Burst:
-    """Time a burst with us and, in the same process, without."""
-    divisor, make = BURSTS[name]
-    count //= divisor
-    is_eagle, groups = "EAGLE" in name, WINDOWED if "windows" in name else PLAIN
-    without = slowest_step(burst(count, groups, connector=NONE, is_eagle=is_eagle))
-    with ExitStack() as closing:
-        step = slowest_step(make(count, closing))
-    return Burst(name, count, step, without.own_s)
-
-
 HEADS = ("", "sizes", "hooks, ms", "vLLM, ms", "exponent", "vLLM's", "most in")
 
 
@@ -201,21 +167,10 @@ def _row(growth: Growth) -> list[str]:
     ]
 
 
-BURST_HEADS = ("requests over as many shared blocks", "", "ms", "of hooks", "without us", "ratio")
-
-
-def _burst_row(burst: Burst) -> list[str]:
-    hooks_s = burst.step.hooks_s
-    times_s = (hooks_s + burst.step.own_s, hooks_s, burst.without_s)
-    times = [f"{1e3 * seconds:.0f}" for seconds in times_s]
-    return [burst.name, f"{burst.count:,}", *times, f"{burst.ratio:.2f}"]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="scenes whose name has this word")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="the best counts (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes (%(default)s)")
-    parser.add_argument("--burst", type=int, default=4000, help="requests, blocks (%(default)s)")
     add_output_arguments(parser)
 
 
@@ -230,18 +185,10 @@ def run_command(arguments: argparse.Namespace) -> int:
             found.append(measure(scene, first, arguments.rounds))
             print(*_row(found[-1]), sep="  ", flush=True)
     sections = [table([HEADS, *map(_row, found)])]
-    is_good = all(growth.is_good for growth in found)
-    bursts = []
-    for name in BURSTS if arguments.burst else ():
-        bursts.append(measure_burst(name, arguments.burst))
-        print(*_burst_row(bursts[-1]), sep="  ", flush=True)
-    sections.append(table([BURST_HEADS, *map(_burst_row, bursts)]))
-    is_good &= all(burst.ratio <= BURST_MAX for burst in bursts)
     method = (
         "CPU time of one step of vLLM's scheduler: inside our hooks at four sizes, each twice the "
-        "one before, and of vLLM's own code at the last. The exponents are fitted. Below, of some "
-        "steps the slowest: all of it, our hooks in it, and the slowest without a connector."
+        "one before, and of vLLM's own code at the last. The exponents are fitted."
     )
-    figures = {name: [*map(asdict, rows)] for name, rows in (("growth", found), ("bursts", bursts))}
+    figures = {"growth": [*map(asdict, found)]}
     publish(Report(method, sections, figures, vars(arguments), machine), arguments)
-    return 0 if is_good else 1
+    return 0 if all(growth.is_good for growth in found) else 1

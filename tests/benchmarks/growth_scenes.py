@@ -729,23 +729,3 @@ def _backlog(count: int, closing: Closing) -> PeerEngine:
 @scene("engines of a pool", first=3, counted=3)
 def _engines(count: int, closing: Closing) -> PeerEngine:
     return pool_asked(4096, count, 32, closing)
-
-
-def burst_in_pool(count: int, closing: Closing) -> PeerEngine:
-    """As `burst`, and a neighbour has stored the prefix."""
-    prompt = prompt_behind(count, 0)
-    engine = in_pool(8 * count, 1, 4 * count + 500, closing, prompt)
-    take_steps(engine, 1)
-    hash_once(engine, prompt, count)
-    send(engine, "r", [prompt_behind(count, number) for number in range(count)])
-    return engine
-
-
-BURSTS: dict[str, tuple[int, Make]] = {
-    "full attention": (1, lambda count, _: burst(count, copy_steps=1)),
-    "with windows": (4, lambda count, _: burst(count, WINDOWED, copy_steps=1)),
-    "with EAGLE drafts": (4, lambda count, _: burst(count, copy_steps=1, is_eagle=True)),
-    "from a tier": (4, _burst_from_tier),
-    "share: node": (4, burst_in_pool),
-}
-"""Bursts of requests that share as many blocks; a divisor of their number."""
