@@ -122,9 +122,7 @@ def run_watched(engine: Any, workload: Workload) -> EngineRun:
     """
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     scheduled, loaded, preempted = [], [], []
-    _watch(
-        scheduler, "schedule", lambda output: scheduled.append(output.total_num_scheduled_tokens)
-    )
+    _watch(scheduler, "schedule", lambda out, *_: scheduled.append(out.total_num_scheduled_tokens))
     _watch(scheduler, "_preempt_request", lambda _, request, *__: preempted.append(request))
     _watch(
         scheduler.connector,
