@@ -195,7 +195,7 @@ def test_the_nearest_tier_comes_first_and_all_are_sealed(rendered):
     tiers = OffloadConfig.from_extra_config(extra, world_size=2).tiers
     assert [tier.location.scheme for tier in tiers] == ["file", "redis", "s3"]
     assert {tier.hmac_key_file for tier in tiers} == {"/etc/kv-cache/hmac.key"}
-    assert (tiers[1].password_file, tiers[1].ca_file) == ("/etc/kv-cache/password", None)
+    assert tiers[1].password_file == "/etc/kv-cache/password"
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     secret = volumes[mounted["/etc/kv-cache"]]["secret"]

@@ -54,18 +54,12 @@ def code(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-def findings(modules: tuple[str, ...]) -> set[str]:
-    """The ids of findings in modules of doctor."""
-    source = "".join((PACKAGE / "commands/doctor" / name).read_text() for name in modules)
-    return set(re.findall(r'"([a-z]+\.[a-z-]+)"', source))
-
-
-ALL_FINDINGS = findings(
-    tuple(
-        str(path.relative_to(PACKAGE / "commands/doctor"))
-        for path in (PACKAGE / "commands/doctor").rglob("*.py")
-    )
-)
+ALL_FINDINGS = {
+    id
+    for path in PACKAGE.rglob("*.py")
+    for id in re.findall(r'"([a-z]+\.[a-z-]+)"', path.read_text())
+}
+"""The ids of doctor's findings, which each kind of tier has some of."""
 ROWS = [(title, row) for title, section in SECTIONS.items() for row in rows(section)]
 
 
