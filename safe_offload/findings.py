@@ -1,4 +1,4 @@
-"""What a check of `safe-offload doctor` found; the check may be of a place, which knows itself."""
+"""The findings of `safe-offload doctor`; places report those of their own kind."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     id: str  # theme and name, such as "memory.pool"; it stays the same from version to version
     severity: Severity
     found: str  # in one sentence
-    expected: str = ""  # empty if that is what was found
+    expected: str = ""  # empty if it was found
     fix: str = ""  # empty if there is nothing to do
 
     def to_json(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The `safe-offload` command: reads arguments and makes one call for each subcommand.
+"""The `safe-offload` command: reads the arguments and calls the subcommand.
 
 Nothing heavy is imported for `--help` and `--version`: most subcommands need torch or vLLM, which
 take seconds to import and print lines of their own.
@@ -19,15 +19,15 @@ _INTERRUPTED: Final = 130  # as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is well, 1 if it failed or showed a defect.
-
-    130 after Ctrl-C; a command may raise KeyboardInterrupt with what it has done so far.
-    """
+    """Run the command; return 0 for success, 1 for a failure or a finding, 130 after Ctrl-C."""
     return run(make_parser(), argv)
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Read the arguments, make the call that they choose, and return its exit status."""
+    """Call the subcommand; return its exit status.
+
+    A subcommand may raise KeyboardInterrupt with a description of what it has done.
+    """
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -41,9 +41,9 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
 
 
 class Subcommand(argparse.ArgumentParser):
-    """A group of subcommands, or one that is imported when it is chosen.
+    """A group of subcommands, or a subcommand that is imported when it is chosen.
 
-    Its module has `add_arguments` and `run_command`, and a docstring for the help.
+    Its module defines `add_arguments` and `run_command`; its docstring is the help.
     """
 
     def __init__(self, *, module: str = "", **options: Any) -> None:
@@ -51,21 +51,21 @@ class Subcommand(argparse.ArgumentParser):
         self._module = module
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See ArgumentParser; called once, with what follows the name of the subcommand."""
+        """See ArgumentParser; called once, with the arguments after the subcommand's name."""
         if self._module:
             module = importlib.import_module(self._module)
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(run=module.run_command)
         parsed, rest = super().parse_known_args(args, namespace)
-        if rest and hasattr(parsed, "rest"):  # the subcommand takes what it does not know
+        if rest and hasattr(parsed, "rest"):  # the subcommand takes unknown arguments
             parsed.rest = rest
             return parsed, []
         return parsed, rest
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what reads the arguments of the command."""
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="safe-offload", description="Tools for vLLM's SafeCPUOffloadConnector."
     )

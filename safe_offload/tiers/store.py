@@ -139,9 +139,9 @@ class Store(ABC):
         await self.delete([self.description_key(name) for name in namespaces])
 
     async def diagnose(self) -> list[Finding]:
-        """Return whether each verb works here, and what an operator could do better.
+        """Return findings for an operator: whether each verb works, and settings to improve.
 
-        What is written is written to a namespace of its own, and deleted again.
+        Objects are written to a namespace of their own, and deleted again.
 
         Raises:
             OSError: the place does not answer, or refuses every verb.
@@ -160,7 +160,7 @@ class Store(ABC):
             try:
                 await call()
             except FileNotFoundError:
-                continue  # which is an answer
+                continue  # a valid answer
             except PlaceError as problem:
                 if problem.is_down:
                     raise
@@ -194,7 +194,7 @@ def trial_facts() -> dict[str, str]:
 
 
 def trial_names(namespace: bytes | None = None) -> list[Name]:
-    """Return the names of objects to try a place with, in a namespace that no engine uses."""
+    """Return names of trial objects, by default in a namespace that no engine uses."""
     space = naming.namespace(trial_facts()) if namespace is None else namespace
     return [Name(space, 0, index.to_bytes(32, "big")) for index in range(TRIAL_OBJECTS)]
 

@@ -1,4 +1,4 @@
-"""`safe-offload cache`: what a tier holds, shown, checked and deleted while engines use it.
+"""`safe-offload cache`: lists, checks and deletes objects of a tier while engines use it.
 
 Imports tiers. Door: `command`.
 """

@@ -1,4 +1,4 @@
-"""Show, check and delete what a tier holds; engines may use it meanwhile.
+"""List, check and delete objects of a tier; engines may use it meanwhile.
 
 safe-offload cache ls /mnt/nvme/kv
 safe-offload cache verify rediss://kv.internal:6379 --password-file /run/secrets/valkey
@@ -34,9 +34,9 @@ from safe_offload.tiers.store import LISTED_MAX, Item, pages
 _BAD_SHOWN_MAX: Final = 20
 _NAMES_SHOWN_MAX: Final = 20
 _BAD_MAX: Final = 10_000
-"""Objects that are named in JSON."""
+"""Of bad objects named in JSON."""
 _FACTS_BYTES_MAX: Final = 8 * MIB
-"""Of descriptions of which all facts are kept, for JSON; of others the model."""
+"""Of descriptions whose facts are kept for JSON; of more, only the model is kept."""
 _PLACE_LENGTH_MAX: Final = 200
 
 # ---- arguments --------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Do what the arguments say, and return the exit status."""
+    """Run the subcommand; return the exit status."""
     if arguments.place == pools.PLACE:
         found, rows, result = pools.run_on_pools(arguments)
         text = json.dumps(found, indent=1) if arguments.json else "\n".join(_table(rows))
@@ -110,7 +110,7 @@ def run_command(arguments: Namespace) -> int:
 
 
 Answer = tuple[dict[str, Any], str, int]
-"""What is printed as JSON, what is printed as text, and the exit status."""
+"""The output as JSON and as text, and the exit status."""
 
 
 def _age_s(text: str) -> float:
@@ -128,13 +128,13 @@ def _age_s(text: str) -> float:
 
 @dataclass(slots=True)
 class Listed:
-    """What is known of a namespace; times are since 1970, 0 if they are not known.
+    """A namespace; times are seconds since 1970, 0 if unknown.
 
     Attributes:
-        facts: what it is made of, as written beside its objects.
-        after_reset: it was begun by an engine whose cache had been reset.
-        first_used_s: when the object was used that was not used for longest.
-        num_temporaries: objects that are being written, or were when their writer died.
+        facts: the facts it is named by, from its description.
+        after_reset: an engine created it after a reset of its cache.
+        first_used_s: last use of the least recently used object.
+        num_temporaries: objects being written, or abandoned by a writer that died.
     """
 
     namespace: str
@@ -207,7 +207,7 @@ def _ls(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
 
 
 def _more_than(namespaces: Sequence[object]) -> str:
-    """Return what to add where more namespaces may be there than are looked at."""
+    """Return a hint if there may be more namespaces than are listed."""
     return "; more may be there" if len(namespaces) >= LISTED_MAX else ""
 
 
@@ -230,7 +230,7 @@ def _ago(now_s: float, at_s: float) -> str:
 
 def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     @functools.cache
-    def key_seal() -> Seal:  # a place that cannot be read says so before the key does
+    def key_seal() -> Seal:  # lazy: an unreadable place is reported before an unreadable key
         return open_seal(config.hmac_key_file)
 
     @functools.lru_cache(LISTED_MAX)
@@ -293,18 +293,18 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
 
 
 def _counted(place: Place) -> Iterator[Item]:
-    """Yield all objects, and show how many are done with."""
+    """Yield all objects, counting them in the progress."""
     for item in place.items():
         yield item
         place.progress.advance(1, item.size_bytes)
 
 
 def _seal_for(described: bytes, seal: Seal) -> Seal:
-    """Return what checks the objects of a namespace: `seal` if they are sealed with its key.
+    """Return the seal that checks the objects of a namespace.
 
     Args:
         described: the description of the namespace, empty if it is gone.
-        seal: of the key that was given; PLAIN for none.
+        seal: of the given key; PLAIN without one.
     """
     facts = naming.facts_of(described)
     return seal_of(facts, seal) or PLAIN if facts else seal

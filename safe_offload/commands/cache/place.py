@@ -1,4 +1,4 @@
-"""The place of a tier as operators use it: looked at, checked, emptied, with what is under way."""
+"""The place of a tier for an operator: synchronous verbs that report their progress."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from safe_offload.tiers.store import Item, Store, pages
 LOOKING: Final = "listing objects"
 DELETING: Final = "deleting"
 _CLOCK_S: Final = 1.0
-"""Times of use are whole seconds, and may be one off when they are asked for again."""
+"""Times of use are whole seconds, and a second reading may differ by one."""
 T = TypeVar("T")
 
 
 class CacheError(SafeOffloadError):
-    """The place cannot be used as asked."""
+    """An operation on a place cannot be done."""
 
 
 class Place:
-    """A store, asked one thing after the other.
+    """A store, one operation at a time.
 
     Args:
-        store: without slots; is closed by `close`.
-        label: what it is called; no secret is in it.
+        store: without slots; `close` closes it.
+        label: for messages; without secrets.
 
     Attributes:
-        is_dry: nothing is deleted, to see what would be; `pretend` alone changes it.
-        progress: of what is under way; shows nothing until `show_on` replaces it.
+        is_dry: nothing is deleted; `pretend` alone changes it.
+        progress: of the current operation; invisible until `show_on` replaces it.
     """
 
     def __init__(self, store: Store, label: str) -> None:
@@ -56,15 +56,15 @@ class Place:
         return self._store.use
 
     def pretend(self, is_dry: bool) -> None:
-        """Delete nothing from now on, or do."""
+        """Only count deletions from now on, or perform them."""
         self.is_dry = is_dry
 
     def show_on(self, progress: Progress) -> None:
-        """Count there what is done."""
+        """Report progress there."""
         self.progress = progress
 
     def require_cache(self) -> None:
-        """Refuse a place that no tier has used: nothing is deleted or made there."""
+        """Raise a CacheError for a place that no tier has used; nothing is changed there."""
         if not self._run(self._store.is_ours()):
             raise CacheError(f"{self.label} is not the directory of a tier. Fix: name one.")
 
@@ -80,7 +80,7 @@ class Place:
             return b""
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """Yield every object, or those of a namespace; what vanishes meanwhile is passed over."""
+        """Yield every object, or those of a namespace; objects that vanish are skipped."""
         pages = self._store.walk(namespace)
 
         async def following() -> list[Item] | None:
@@ -93,7 +93,7 @@ class Place:
         """Yield the header of an object, HEADER_BYTES if it has one, and then its bytes.
 
         Raises:
-            FileNotFoundError: it is not there any more.
+            FileNotFoundError: it has vanished.
             OSError: it cannot be read.
         """
         at, length = 0, max(self._store.piece_bytes, HEADER_BYTES)
@@ -110,10 +110,10 @@ class Place:
         return self._run(self._store.read(key, start, length))
 
     def problem_of(self, item: Item, seal: Seal = PLAIN) -> str:
-        """Return what is wrong with an object; empty if nothing is, NOT_CHECKED without its key.
+        """Return the defect of an object; empty if there is none, NOT_CHECKED without its key.
 
         Raises:
-            FileNotFoundError: it is not there any more.
+            FileNotFoundError: it has vanished.
         """
         try:
             pieces = self.pieces(item)
@@ -129,34 +129,34 @@ class Place:
             return f"it cannot be read: {error.strerror}"
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """Delete objects; return those that were there."""
+        """Delete objects; return those that existed."""
         if self.is_dry:
             return list(items)
         if items and self.progress.what == LOOKING:
             self.progress.begin(DELETING)
         were_there = self._run(self._store.delete([item.key for item in items]))
         deleted = [item for item, was in zip(items, were_there, strict=True) if was]
-        if self.progress.what == DELETING:  # else it is a check that is shown
+        if self.progress.what == DELETING:  # else a check is shown
             self.progress.advance(len(deleted), sum(item.size_bytes for item in deleted))
         return deleted
 
     def forget(self, namespaces: Sequence[str]) -> None:
-        """Delete what else there is of namespaces whose objects are gone."""
+        """Delete the rest of namespaces whose objects are gone."""
         if not self.is_dry:
             self._run(self._store.forget(namespaces))
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Close the store."""
         self._run(self._store.close())
         self._runner.close()
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """Delete what was last used before that, and more until `to_bytes` are there.
+        """Delete objects last used before a time, and the least recently used beyond `to_bytes`.
 
-        All objects are looked at, and then all of them again; 16 bytes of each are kept.
+        Lists all objects twice, and keeps 16 bytes of each in memory.
 
         Raises:
-            CacheError: the place does not know when an object was used.
+            CacheError: the place does not record when objects were used.
         """
         sizes, used_at, num_orphans = self._look()
         held_bytes = sum(sizes)
@@ -181,7 +181,7 @@ class Place:
         return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, num_orphans)
 
     def _look(self) -> tuple[array[int], array[float], int]:
-        """Return sizes and times of use of all objects, and how many temporaries are orphans."""
+        """Return sizes and times of use of all objects, and the number of orphaned temporaries."""
         sizes, used_at = array("q"), array("d")
         num_orphans, orphan_before_s = 0, time.time() - ORPHAN_AGE_S
         for item in self.items():
@@ -206,7 +206,7 @@ class Place:
 
 
 def _cutoff_s(sizes: array[int], used_at: array[float], excess_bytes: int) -> float:
-    """Return up to which time of use objects must go, so that the excess does."""
+    """Return the latest time of use among the least recently used objects that make the excess."""
     if excess_bytes <= 0:
         return 0.0
     times = np.array(used_at)

@@ -1,4 +1,4 @@
-"""From what a user writes to the place that it means."""
+"""Opens the place that an operator names."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OPTIONS: Final = {
     "--endpoint": "endpoint",
     "--hmac-key-file": "hmac_key_file",
 }
-"""Options, and the settings of a tier that they are."""
+"""Options, and the settings of a tier that they set."""
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options that say how a tier is reached."""
+    """Add the options to reach a tier."""
     for option, setting in OPTIONS.items():
         metavar = setting.rpartition("_")[2].upper()
         parser.add_argument(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
@@ -56,7 +56,7 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
 
 
 def open_place(place: str, config: TierConfig) -> Place:
-    """Return what is at a place."""
+    """Return the place of a tier."""
     location = config.location
     label = location.label
     if location.scheme == FILE:

@@ -15,7 +15,7 @@ PLACE: Final = "node"
 
 
 def run_on_pools(arguments: Namespace) -> tuple[dict[str, Any], list[tuple[str, ...]], int]:
-    """Do what the arguments say; return it for JSON, in rows, and the exit status."""
+    """Run the subcommand; return its output for JSON and in rows, and the exit status."""
     try:
         return _run(arguments, find_pools())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`safe-offload doctor`: what would go wrong with a server on this machine, found before it starts.
+"""`safe-offload doctor`: finds problems of a server on this machine before it starts.
 
 May import anything but the other commands. Door: `command`.
 """

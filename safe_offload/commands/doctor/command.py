@@ -1,14 +1,13 @@
-"""Find out, before the server starts, what would go wrong with it on this machine.
+"""Find problems of a server on this machine before it starts.
 
     safe-offload doctor
     safe-offload doctor MODEL --kv-transfer-config '{"kv_connector":"SafeCPUOffloadConnector"}'
     safe-offload doctor MODEL -tp 8 --max-model-len 32768 --kv-transfer-config '{...}'
     safe-offload doctor --url http://localhost:8000
 
-Write what follows `vllm serve`: every argument but those below is read by vLLM's own parser. Each
-finding says what was found, and if something is wrong what was expected and the fix. The exit
-status is 0 if there is nothing to change, else 1. Nothing is started; what is written to a tier, to
-try it, is deleted again.
+Pass the arguments of `vllm serve`: vLLM's own parser reads all but those below. Each finding says
+what was found and, for a problem, what was expected and the fix. The exit status is 0 if there is
+nothing to change, else 1. Nothing is started; objects written to try a tier are deleted again.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _CUT_SHORT: Final = "--kv-t"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command; what it does not know is for vLLM."""
+    """Add the options of the command; unknown ones are for vLLM."""
     parser.usage = (
         "safe-offload doctor [--json] [--fail-on error] [--url URL] [MODEL] "
         "[any argument of `vllm serve`]"
@@ -68,8 +67,8 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Check everything, print what was found, and return the exit status."""
-    # What is logged on the way comes back as findings.
+    """Run all checks, print the findings, and return the exit status."""
+    # Log lines come back as findings.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
     rest = read_rest(arguments)
     written = configuration.Written.read(arguments.kv_transfer_config)
@@ -97,7 +96,7 @@ def read_rest(arguments: Namespace) -> list[str]:
 
 
 def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[str]:
-    """Return what vLLM's parser is to read: without what it would refuse for our reasons alone."""
+    """Return the arguments for vLLM's parser, without a transfer config that we alone reject."""
     if any(argument.startswith((_CUT_SHORT, "--config")) for argument in rest):
         return list(rest)
     text = written.text if written.text and not written.problem else _DEFAULT_CONFIG
@@ -159,9 +158,9 @@ def _memory_findings(
 
 
 def _check_copies(config: OffloadConfig, trials: list[Trial], vllm: VllmFacts) -> Iterator[Finding]:
-    """Try the copies of every device, and put what was found into `trials` too.
+    """Try the copies of every device; append each trial to `trials`.
 
-    It imports torch and vLLM, which may end a process: the one that asks vLLM has done it before.
+    Importing torch and vLLM may end the process; the probe's process has survived it.
     """
     if not vllm.version:
         yield info("copies.self-test", "not tested without torch and vLLM")

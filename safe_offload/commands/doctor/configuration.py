@@ -1,4 +1,4 @@
-"""Checks of what the user has written: our settings, vLLM's arguments, the environment."""
+"""Checks of our settings, vLLM's arguments and the environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ISOLATING_HASHES: Final = ("sha256", "sha256_cbor")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `--kv-transfer-config` says.
+    """The value of `--kv-transfer-config`.
 
     Attributes:
         extras: `kv_connector_extra_config` of each of our connectors; the defaults if the text
@@ -65,7 +65,7 @@ class Written:
 
 
 def check_written(written: Written) -> Iterator[Finding]:
-    """Check our settings and what stands beside them, without vLLM."""
+    """Check our settings and the fields beside them, without vLLM."""
     id = "configuration.settings"
     if written.problem:
         expected = "a valid configuration"
@@ -109,7 +109,7 @@ def _check_policy(written: Written) -> Iterator[Finding]:
 
 
 def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterator[Finding]:
-    """Check that vLLM will find the connector by its name, and take one at all."""
+    """Check that vLLM finds the connector by its name, and accepts connectors at all."""
     is_taken = vllm.engine is not None and not vllm.engine_problem
     if EXPANDABLE in environment.get(ALLOCATOR_VARIABLE, "") and not is_taken:
         yield error(
@@ -131,7 +131,7 @@ def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterat
             f"export {PLUGINS_VARIABLE}={listed}, or unset it",
         )
     elif not vllm.version:
-        return  # versions.vllm says so
+        return  # versions.vllm reports it
     elif vllm.connector_problem:
         yield error(
             id,
@@ -151,7 +151,7 @@ def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterat
 
 
 def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:
-    """Check what vLLM says of all its arguments together, and with our settings."""
+    """Check vLLM's arguments together, and with our settings."""
     id = "configuration.arguments"
     problem = without_arguments(vllm.arguments_problem) or vllm.engine_problem
     if problem:

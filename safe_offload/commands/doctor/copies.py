@@ -1,4 +1,4 @@
-"""Checks of what the copies on trial have shown."""
+"""Judges the trials of the copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_copies(trial: Trial) -> Iterator[Finding]:
-    """Check that every way to copy is right."""
+    """Check that every copy path is correct."""
     where = f"on {trial.name}: "
     yield _compiled_loop(trial)
     yield from _self_test(trial, where)

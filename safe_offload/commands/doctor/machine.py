@@ -1,4 +1,4 @@
-"""What the system tells about this machine and this process; nothing else here reads it.
+"""Facts of this machine and process, read from the system here alone.
 
 Source: Linux kernel, Documentation/filesystems/proc.rst (meminfo, status), admin-guide/mm/
 transhuge.rst; ABI/stable/sysfs-devices-node; getrlimit(2).
@@ -47,7 +47,7 @@ class SharedMemory:
 
     @classmethod
     def read(cls) -> Self:
-        """Look at it as `open_rank` does; nothing is left there."""
+        """Check it as `open_rank` does; nothing is left there."""
         folder, ours = pools.BASE, pools.user_folder()
         try:
             if ours.exists():
@@ -69,7 +69,7 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts of the machine and of what this process may use of it; empty if not known."""
+    """The machine, and what of it this process may use; empty if unknown."""
 
     available_bytes: int  # of host memory, without swapping and below every limit of the cgroups
     machine_available_bytes: int  # the same without the limits of the cgroups

@@ -79,7 +79,7 @@ def _made_pool(shared: SharedMemory | None, model_name: str, size_bytes: int) ->
 
 
 def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]:
-    """Compare the pools of all ranks with what the machine and the cgroups leave."""
+    """Compare the pools of all ranks with the memory that machine and cgroups leave."""
     id = "memory.pool"
     limit = ""
     if machine.available_bytes < machine.machine_available_bytes:
@@ -87,7 +87,7 @@ def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]
         limit = f" (the cgroup's limit; the machine has {size})"
     for pool in pools:
         if pool.made is not None:
-            continue  # its memory is taken: `check_shared_memory` says so
+            continue  # its memory is taken already; `check_shared_memory` reports it
         if pool.rank_bytes is None:
             yield info(id, 'MODEL is needed to convert "num_cpu_blocks" to bytes')
             continue
@@ -113,7 +113,7 @@ def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]
 def check_shared_memory(
     shared: SharedMemory | None, pools: Sequence[HostPool]
 ) -> Iterator[Finding]:
-    """Compare pools that engines of this machine share with the place where they lie."""
+    """Compare shared pools with the room in shared memory."""
     id = "memory.shared-memory"
     for pool in pools:
         if pool.config.sharing is None or shared is None:
@@ -152,7 +152,7 @@ def check_shared_memory(
 
 
 def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:
-    """See whether the pool could be swapped out, which makes a load slower than computing."""
+    """Check whether the pool may be swapped out, which makes a load slower than computing."""
     id = "memory.swap"
     if not machine.swap_bytes:
         yield ok(id, "no swap, so the pool cannot be swapped out")
@@ -198,7 +198,7 @@ def check_memlock(
 def check_huge_pages(
     machine: Machine, pools: Sequence[HostPool] = (), *, has_copies_for_all: bool = False
 ) -> Iterator[Finding]:
-    """See whether the kernel gives huge pages to those who ask, as each pool does.
+    """Check whether the kernel gives huge pages on request, as each pool does.
 
     Args:
         has_copies_for_all: ranks share one copy (MLA).
@@ -231,7 +231,7 @@ def check_huge_pages(
 def check_numa(
     machine: Machine, gpu_nodes: Mapping[str, int | None], pools: Sequence[HostPool]
 ) -> Iterator[Finding]:
-    """Compare the node of each GPU, None if unknown, with what this process may use."""
+    """Compare the node of each GPU, None if unknown, with the nodes this process may use."""
     id = "memory.numa"
     if not gpu_nodes:
         yield info(id, f"{_nodes(len(machine.nodes))}; no GPU, so placement does not matter")
@@ -280,7 +280,7 @@ def _nodes(count: int) -> str:
 
 
 def check_hits(url: str) -> Iterator[Finding]:
-    """Say what a running server estimates that other sizes of host memory would hit."""
+    """Report a running server's estimated hit rates at other sizes of host memory."""
     id = "memory.hits"
     try:
         reading = top.read(top.metrics_url(url))

@@ -11,7 +11,7 @@ from safe_offload.findings import Finding, error, info, ok, warning
 
 
 def check_model(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:
-    """Say how many tokens the pools hold, and compare them with the longest request."""
+    """Report the tokens that the pools hold, and compare them with the longest request."""
     if not vllm.model_name:
         reason = "no MODEL was given" if vllm.engine else "vLLM did not get as far as MODEL"
         yield info("model.facts", f"{reason}: the capacity in tokens is unknown")

@@ -1,7 +1,7 @@
-"""Asks vLLM what it makes of the arguments of `vllm serve`; run by `vllm_facts.VllmProbe`.
+"""Reads the arguments of `vllm serve` with vLLM; run by `vllm_facts.VllmProbe`.
 
-Nothing is started and no weight is read. The model is made of tensors without memory, which tells
-the bytes of its KV cache exactly, whatever kinds of attention it has.
+Nothing is started and no weight is read. The model is built of tensors without memory, which gives
+the exact bytes of its KV cache for every kind of attention.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ ENOUGH_BYTES: Final = 1 << 46  # of a pool that is never taken: the longest requ
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what is known in a line, after each thing that is found out; the last line counts."""
+    """Print all known facts in a line after each step; the last line counts."""
     known: dict[str, Any] = {}
 
-    def tell(**facts: Any) -> None:
+    def print_facts(**facts: Any) -> None:
         known.update(facts)
         print(MARK, json.dumps(known, default=str), flush=True)
 
-    tell(installed=versions.installed_package())
+    print_facts(installed=versions.installed_package())
     try:
         import torch
 
         cuda, hip = torch.version.cuda or "", torch.version.hip or ""
-        tell(torch_version=torch.__version__, torch_cuda=cuda, torch_hip=hip)
+        print_facts(torch_version=torch.__version__, torch_cuda=cuda, torch_hip=hip)
         import vllm
         from vllm.plugins import load_general_plugins
 
-        tell(version=versions.installed_version() or vllm.__version__)
+        print_facts(version=versions.installed_version() or vllm.__version__)
         load_general_plugins()
     except Exception as error:
-        tell(problem=_in_words(error), is_complete=True)
+        print_facts(problem=_in_words(error), is_complete=True)
         return 0
     try:
-        tell(connector=_connector_module())
+        print_facts(connector=_connector_module())
     except Exception as error:
-        tell(connector_problem=_in_words(error))
+        print_facts(connector_problem=_in_words(error))
         plugin.register()  # as the fix will, to find out what else there is
-    _ask_about(arguments, tell)
-    tell(is_complete=True)
+    _read_arguments(arguments, print_facts)
+    print_facts(is_complete=True)
     return 0
 
 
@@ -63,7 +63,7 @@ def _connector_module() -> str:
     return str(KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME).__module__)
 
 
-def _ask_about(arguments: Sequence[str], tell: Any) -> None:
+def _read_arguments(arguments: Sequence[str], print_facts: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     complaint = io.StringIO()
@@ -77,28 +77,28 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
             other_offloading_gib = engine_args.kv_offloading_size
             take_offloading_size(engine_args)
     except SystemExit:
-        tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
+        print_facts(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
         return
     except Exception as error:
-        tell(arguments_problem=_in_words(error))
+        print_facts(arguments_problem=_in_words(error))
         return
     facts = {**_from_arguments(engine_args), "other_offloading_gib": other_offloading_gib}
-    tell(engine=facts)
+    print_facts(engine=facts)
     if engine_args.model == parser.get_default("model"):
         return
-    tell(model_name=engine_args.model)
+    print_facts(model_name=engine_args.model)
     try:
-        tell(engine=facts | _from_config(engine_args.create_engine_config()))
+        print_facts(engine=facts | _from_config(engine_args.create_engine_config()))
     except Exception as error:
-        tell(engine_problem=_in_words(error))
+        print_facts(engine_problem=_in_words(error))
     try:
-        tell(model=_model_facts(engine_args))
+        print_facts(model=_model_facts(engine_args))
     except Exception as error:
-        tell(model_problem=_in_words(error))
+        print_facts(model_problem=_in_words(error))
 
 
 def _from_arguments(args: Any) -> dict[str, Any]:
-    """What is known of an engine without its model."""
+    """Return the facts of an engine without its model."""
     from safe_offload.compat import engine_config
 
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
@@ -137,7 +137,7 @@ def _fields_of(transfer_config: Any) -> dict[str, Any]:
 
 
 def _model_facts(args: Any) -> dict[str, Any]:
-    """Make the model of one rank out of tensors without memory, and ask for its KV cache."""
+    """Build the model of one rank of tensors without memory, and plan its KV cache."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import (
@@ -185,7 +185,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _of_pydantic(lines: Sequence[str]) -> str:
-    """Return what is wrong, without what pydantic and argparse say around it."""
+    """Return the problem without the words of pydantic and argparse around it."""
     for line in lines:
         problem, is_ours, _ = line.partition(f" [type={ConfigError.__name__}")
         if is_ours:

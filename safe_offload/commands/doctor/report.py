@@ -19,7 +19,7 @@ _FOUND_LENGTH_MAX: Final = 2000
 def guarded(
     theme: str, check: Callable[..., Iterable[Finding]], *facts: Any, **options: Any
 ) -> list[Finding]:
-    """Return what a check finds; if it fails itself, that is what is found."""
+    """Return the findings of a check, or that it failed."""
     try:
         return list(check(*facts, **options))
     except Exception as problem:
@@ -36,7 +36,7 @@ def guarded(
 
 
 def _place_of(problem: BaseException) -> str:
-    """Return where an error comes from; its text may hold what a server has sent, or a secret."""
+    """Return where an error was raised; its text may contain a server's words, or a secret."""
     frames = traceback.extract_tb(problem.__traceback__)
     return ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames[-2:])
 

@@ -1,6 +1,6 @@
-"""Each tier on trial: what its place says of itself, how fast it is, and how safe its settings are.
+"""Tries each tier: the diagnosis of its place, its bandwidth, and the safety of its settings.
 
-What is written is written to a namespace of its own, and deleted again.
+Objects are written to a namespace of their own, and deleted again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from safe_offload.tiers.valkey.login import LoginError, read_password
 OBJECT_BYTES: Final = 2 * MIB
 ANSWER_S: Final = 5.0
 RATE_S_MAX: Final = 10.0
-"""Of writing and of reading; what has not begun by then is left out."""
+"""Of writing and of reading; objects not begun by then are left out."""
 TRIAL_S: Final = 60.0
 """Of the whole trial of a tier."""
 SEGMENT_BYTES: Final = 128 * MIB
@@ -146,7 +146,7 @@ async def measure(config: TierConfig) -> tuple[float, float]:
             start_s = time.monotonic()
             task = asyncio.create_task(move(names, slots))
             await asyncio.wait([task], timeout=RATE_S_MAX)
-            task.cancel()  # what has not begun; it returns normally
+            task.cancel()  # objects not begun; it returns normally
             num_done = (await task).count(Result.DONE)
             rates.append(num_done * OBJECT_BYTES / (time.monotonic() - start_s))
     finally:

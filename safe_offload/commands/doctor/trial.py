@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it is one."""
+        """Return whether the device is a GPU."""
         return self.device != "cpu"
 
 

@@ -1,8 +1,7 @@
-"""Checks of what is installed: Python packages and the driver."""
+"""Checks of the installed Python packages."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -21,9 +20,6 @@ _WANTED: Final = f">={_TESTED[0]},<{TESTED_VERSIONS[-1][0]}.{TESTED_VERSIONS[-1]
 
 def check_versions(vllm: VllmFacts) -> Iterator[Finding]:
     """Compare vLLM with the versions that this package is tested with."""
-    yield info(
-        "versions.safe-offload", f"safe-offload {__version__}, Python {platform.python_version()}"
-    )
     yield _torch(vllm)
     yield from _check_vllm(vllm)
 

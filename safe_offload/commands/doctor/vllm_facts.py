@@ -1,7 +1,7 @@
-"""What vLLM makes of the user's arguments, asked in a process of its own.
+"""Facts that vLLM derives from the user's arguments, in a process of its own.
 
-Importing vLLM takes seconds, may fail and may end the process. A process of its own is also what
-the user is about to start: it has the same environment and loads the same plugins.
+Importing vLLM takes seconds, may fail and may end the process. The process has the environment and
+loads the plugins of the server that the user is about to start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 PROBE: Final = "safe_offload.commands.doctor.probe"
 PROBE_TIMEOUT_S: Final = 300.0
 MARK: Final = "safe-offload-doctor:"
-"""What the line with the facts begins with; vLLM prints others."""
+"""The beginning of a line with facts; vLLM prints other lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
-    """What the process found out; each `..._problem` says why something is not known."""
+    """The facts of the process; each `..._problem` says why some are missing."""
 
     installed: str = ""  # package of vLLM and its version, such as "vllm 0.32.0"; empty if none is
     version: str = ""  # of vLLM; empty if it cannot be imported
@@ -74,7 +74,7 @@ class VllmFacts:
 
 @dataclass(slots=True)
 class VllmProbe:
-    """The process that asks vLLM; it begins at once, so that other checks run beside it."""
+    """The process with vLLM; it starts at once, so that other checks run beside it."""
 
     arguments: Sequence[str]  # of `vllm serve`
     _process: subprocess.Popen[str] = field(init=False)
@@ -90,7 +90,7 @@ class VllmProbe:
         )
 
     def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> VllmFacts:
-        """Wait for the process; return what it knew last, whatever became of it."""
+        """Wait for the process; return its last facts, even if it failed."""
         try:
             output, _ = self._process.communicate(timeout=timeout_s)
             problem = f"the process ended with status {self._process.returncode}"
@@ -102,7 +102,7 @@ class VllmProbe:
 
 
 def read_output(output: str, problem: str) -> VllmFacts:
-    """Return the facts in a process's output; `problem` says what became of it."""
+    """Return the facts in a process's output; `problem` describes its end."""
     lines = output.splitlines()
     answers = [line for line in lines if line.startswith(MARK)]
     written: dict[str, Any] = json.loads(answers[-1].removeprefix(MARK)) if answers else {}

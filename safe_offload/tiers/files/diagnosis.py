@@ -1,7 +1,7 @@
-"""Whether a directory serves as a tier, and what it lies on.
+"""Diagnoses the directory of a tier: access, file system, room, locks.
 
-It is tried in a folder of its own, in the directory or in the nearest one above it that exists,
-which is deleted again.
+It is tried in a folder of its own, which is deleted again, in the directory or in its nearest
+ancestor that exists.
 
 Source: proc_pid_mountinfo(5), flock(2), statvfs(3).
 """
@@ -83,7 +83,7 @@ def diagnose(config: FileConfig, open_ours: Callable[[str], tuple[int, int]]) ->
 
 
 def existing(path: Path) -> Path:
-    """Return a path, or the nearest one above it that exists."""
+    """Return a path, or its nearest ancestor that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
@@ -100,7 +100,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 
 
 def _other_users(path: Path, uid: int) -> list[int]:
-    """Return the users who own namespaces in a directory, but for this one."""
+    """Return the other users who own namespaces in a directory."""
     with suppress(FileNotFoundError):
         names = filter(is_namespace_folder, os.listdir(path))
         return sorted({os.lstat(path / name).st_uid for name in names} - {uid})
@@ -108,7 +108,7 @@ def _other_users(path: Path, uid: int) -> list[int]:
 
 
 def _held_bytes(path: Path) -> int:
-    """Return what the tier holds already, if that has been counted."""
+    """Return the bytes that the tier holds already; 0 if they have not been counted."""
     with suppress(OSError):
         usage_fd = os.open(path / USAGE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -120,7 +120,7 @@ def _held_bytes(path: Path) -> int:
 
 
 def lock_problem_of(path: str) -> str:
-    """Return what is wrong with locks of files, which keep the capacity; empty if nothing is."""
+    """Return the defect of file locks, which enforce the capacity; empty if there is none."""
     opened = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) for _ in range(2)]
     try:
         for lock_fd in opened:
@@ -160,7 +160,7 @@ def file_system_finding(label: str, kind: str) -> Finding:
 
 
 def room_finding(config: FileConfig, label: str, free_bytes: int, held_bytes: int) -> Finding:
-    """Compare the capacity of a tier with what is free, and what it holds already."""
+    """Compare the capacity of a tier with the free bytes and those that it holds already."""
     id, room_bytes, free = "tiers.room", free_bytes + held_bytes, format_bytes(free_bytes)
     if config.capacity_bytes is None:
         return info(id, f'no "capacity": {label} grows until the disk is full; {free} free')

@@ -1,6 +1,6 @@
-"""Whether a Valkey or Redis server serves as a tier, and what of its settings could be better.
+"""Diagnoses the server of a tier: login, rights, memory, eviction, persistence.
 
-What is written to try it has a time to live of five minutes, and is deleted again.
+A key written to try it has a time to live of five minutes, and is deleted again.
 
 Source: https://valkey.io/commands/info/ and https://valkey.io/topics/lru-cache/.
 """
@@ -45,7 +45,7 @@ _INFO, _SAVE = "INFO", "CONFIG GET save"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one server reports; `used_bytes` as it counts when it evicts."""
+    """The state that one server reports; `used_bytes` as counted for eviction."""
 
     version: str
     maxmemory_bytes: int  # 0 for no limit
@@ -56,7 +56,7 @@ class Seen:
 
     @classmethod
     def read(cls, reply: Tree) -> Seen | None:
-        """Return what a reply to INFO says; None if it hides something, or is of another server."""
+        """Return the state in a reply to INFO; None if a field is missing."""
         if not isinstance(reply, bytes):
             return None
         lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
@@ -126,7 +126,7 @@ async def diagnose(store: Servers, config: ValkeyConfig) -> list[Finding]:
 
 
 async def _refusals(store: Servers) -> tuple[dict[str, str], bool]:
-    """Try what tiers send; return the codes of what is refused, and whether it is a cluster."""
+    """Try the commands of tiers; return the codes of refused ones, and whether it is a cluster."""
     keys = [key_of(name) for name in trial_names()]
     node, milliseconds = await store.node_of(keys[0].decode()), b"%d" % (TRIAL_TTL_S * 1000)
     expiry = b"PX", milliseconds
@@ -135,19 +135,19 @@ async def _refusals(store: Servers) -> tuple[dict[str, str], bool]:
         (answer,) = await store.answers(node, (*words_of(name), *arguments))
         return answer.code if isinstance(answer, ErrorReply) else ""
 
-    may_ask = await code_of(SLOTS) != "NOPERM"
+    sees_slots = await code_of(SLOTS) != "NOPERM"
     codes = {
         SETNAME: await code_of(SETNAME, CLIENT_NAME.encode()),
-        SLOTS: "" if may_ask else "NOPERM",
+        SLOTS: "" if sees_slots else "NOPERM",
     }
     for name, *arguments in (
         *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, milliseconds)),
         (DEL,),
     ):
         codes[name] = await code_of(name, keys[0], *arguments)
-    # Where the nodes may not be asked for, only MOVED reveals a cluster.
+    # If CLUSTER SLOTS is denied, only MOVED reveals a cluster.
     is_cluster = store.is_cluster or (
-        not may_ask and "MOVED" in [await code_of(EXISTS, key) for key in keys]
+        not sees_slots and "MOVED" in [await code_of(EXISTS, key) for key in keys]
     )
     return {name: code for name, code in codes.items() if code not in ("", "MOVED")}, is_cluster
 
@@ -205,7 +205,7 @@ def memory_of(label: str, seen: Sequence[Seen]) -> Iterator[Finding]:
 
 
 def eviction_of(label: str, seen: Sequence[Seen], *, has_ttl: bool) -> Iterator[Finding]:
-    """Judge what the nodes do when they are full."""
+    """Judge the eviction policies of the nodes."""
     id, expected = "tiers.eviction", "least recently used eviction"
     fix = f"set maxmemory-policy {_LRU}"
     for policy in sorted({node.policy for node in seen}):
@@ -223,7 +223,7 @@ def eviction_of(label: str, seen: Sequence[Seen], *, has_ttl: bool) -> Iterator[
 
 
 def persistence_of(label: str, kinds: set[str], hidden: set[str]) -> Iterator[Finding]:
-    """Judge what is written to disk, and name what the user may not see."""
+    """Judge the kinds of persistence, and name the settings hidden from the user."""
     if kinds:
         yield warning(
             "tiers.persistence",
