@@ -376,6 +376,7 @@ def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoR
     if isinstance(key, NestedKey):
         where = f"{key.within}{where}" if key.within else str(key)
     if key.startswith("--"):
+        fix = re.sub(rf'"{key}": "?([^" ]+)"?', rf"{key} \1", fix)
         raise ConfigError(
             f"the option {key} cannot be {shown(value)}: {problem}. Allowed: {allowed}. Fix: {fix}."
         )

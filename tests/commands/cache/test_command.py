@@ -262,7 +262,10 @@ def test_what_cannot_be_replaced_is_said_with_its_own_fix(call, root):
         (("ls", "{root}/nowhere"), "cannot be opened: No such file or directory"),
         (("verify", "{root}/usage"), "cannot be opened: Not a directory"),
         (("prune", "{root}"), "add --to 200GiB or --older-than 7d"),
-        (("prune", "{root}", "--to", "many"), "Fix: write --to 64GiB"),
+        (
+            ("prune", "{root}", "--to", "many"),
+            "Fix: write a size with its unit, such as --to 64GiB.",
+        ),
         (("prune", "{root}", "--older-than", "soon"), "write 7d for a week"),
         (("prune", "{root}/..", "--to", "1GiB"), "is not the directory of a tier"),
         (("rm", "{root}/..", "--all"), "is not the directory of a tier"),
