@@ -27,7 +27,6 @@ class Public:
         warned: keys of which a warning says that they have no effect.
         outer: what stands beside these.
         offloading_size: of `--kv-offloading-size`, where that is written.
-        environment: variables that are set beside it.
     """
 
     place: str
@@ -37,7 +36,6 @@ class Public:
     warned: tuple[str, ...] = ()
     outer: tuple[tuple[str, Any], ...] = (("kv_role", "kv_both"),)
     offloading_size: float | None = None
-    environment: tuple[str, ...] = ()
 
     @property
     def with_our_name(self) -> dict[str, Any]:
@@ -54,8 +52,6 @@ _LLM_D = "llm-d/llm-d, guides/tiered-prefix-cache/modelserver"
 _LLMD_FS = "llm-d/llm-d-kv-cache, kv_connectors/llmd_fs_backend"
 _KSERVE = "kserve/kserve, pkg/controller/v1alpha2/llmisvc/config_merge.go (its kvCacheOffloading)"
 _DOCS = "docs.vllm.ai, features/kv_offloading_usage, 0.26 to 0.32"
-RUST = ("VLLM_USE_RUST_FRONTEND",)
-BY_FLAG = ("VLLM_USE_SIMPLE_KV_OFFLOAD",)
 
 
 def _fs(root: str, **more: Any) -> dict[str, Any]:
@@ -92,7 +88,6 @@ PUBLIC = (
             "lazy_offload": False,
         },
         {"cpu_bytes_per_rank": 356 * 10**9, "enable_cross_layers_blocks": True},
-        environment=RUST,
     ),
     Public(
         f"{_X_ONE}/dsv4_fp4_b300_vllm_mtp.sh, 2026-08",
@@ -103,20 +98,6 @@ PUBLIC = (
             "lazy_offload": True,
         },
         {"cpu_bytes_to_use": 356 * 10**9, "lazy_offload": True},
-        environment=RUST,
-    ),
-    Public(
-        f"{_X_ONE}/kimik3_fp4_mi355x_mtp.sh, 2026-08",
-        SIMPLE,
-        {"cpu_bytes_to_use_per_rank": 300 * 10**9, "lazy_offload": False},
-        {"cpu_bytes_per_rank": 300 * 10**9, "lazy_offload": False},
-    ),
-    Public(
-        f"{_X_ONE}/minimaxm3_fp4_b200_mtp.sh, and _b300_mtp.sh, 2026-08",
-        SIMPLE,
-        {"cpu_bytes_to_use": 2048 * GIB, "lazy_offload": True},
-        {"cpu_bytes_to_use": 2048 * GIB, "lazy_offload": True},
-        environment=BY_FLAG,
     ),
     Public(
         f"{_X_MANY}/kimi-k3/agentic/agg-gb200-dep16-throughput-vllm-simple-offload-agentic.yaml, "
@@ -128,13 +109,6 @@ PUBLIC = (
             "lazy_offload": False,
         },
         {"cpu_bytes_per_rank": 128 * GIB},
-        environment=BY_FLAG,
-    ),
-    Public(
-        f"{_X_MANY}/kimi-k3/agentic/agg-h200-tp8dp4ep32-vllm-simple-agentic.yaml, 2026-08",
-        SIMPLE,
-        {"cpu_bytes_to_use_per_rank": 154_250_000_000, "lazy_offload": False},
-        {"cpu_bytes_per_rank": 154_250_000_000},
     ),
     Public(
         f"{_RECIPES}, and models/moonshotai/Kimi-K2.6.yaml",
@@ -163,14 +137,6 @@ PUBLIC = (
         {"cpu_bytes_to_use": 2500 * GIB},
         outer=(),
         offloading_size=2500.0,
-    ),
-    Public(
-        "docs.vultr.com, inference-cookbook/rocm/optimization/kv-cache-offloading, 2026-03",
-        OFFLOADING,
-        {},
-        {"cpu_bytes_to_use": 64 * GIB},
-        outer=(),
-        offloading_size=64.0,
     ),
     Public(
         f"{_DOCS}, and features/disagg_prefill",
@@ -256,37 +222,10 @@ PUBLIC = (
         ("blocks_per_chunk",),
     ),
     Public(
-        f"{_RECIPES}: CPU DRAM + filesystem",
-        OFFLOADING,
-        {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": 32 * GIB,
-            "blocks_per_chunk": 4,
-            "eviction_policy": "lru",
-            "secondary_tiers": [_fs("/mnt/kv_cache", n_read_threads=32, n_write_threads=16)],
-        },
-        {"paths": ["/mnt/kv_cache"]},
-        ("blocks_per_chunk", "spec_name", *_THREADS),
-    ),
-    Public(
         f"{_LLM_D}/gpu/vllm/native/cpu and /amd/vllm/native/cpu, base/patch-vllm.yaml",
         OFFLOADING,
         {"cpu_bytes_to_use": 100 * GIB},
         {"cpu_bytes_to_use": 100 * GIB},
-    ),
-    Public(
-        f"{_LLM_D}/gpu/vllm/native/fs/base/patch-vllm.yaml",
-        OFFLOADING,
-        {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": 100 * GIB,
-            "block_size": 256,
-            "secondary_tiers": [
-                _fs("/mnt/files-storage/kv-cache", n_read_threads=16, n_write_threads=16)
-            ],
-        },
-        {"paths": ["/mnt/files-storage/kv-cache"]},
-        ("block_size", "spec_name", *_THREADS),
     ),
     Public(
         f"{_LLM_D}/gpu/vllm/native/cpu_plus_fs/base/patch-vllm.yaml",
@@ -313,24 +252,11 @@ PUBLIC = (
         ("offload_prompt_only", "secondary_tiers", "spec_name"),
     ),
     Public(
-        "llm-d/llm-d-kv-cache, its benchmark: native-offload",
-        OFFLOADING,
-        {"num_cpu_blocks": 10000},
-        {"num_slots": 10000},
-    ),
-    Public(
         f"{_LLMD_FS}/README.md, and docs/deployment/vllm-storage.yaml",
         OFFLOADING,
         {**_LLMD_SPEC, "shared_storage_path": "/mnt/files-storage/kv-cache/"},
         {"paths": ["/mnt/files-storage/kv-cache"]},
         _LLMD_WARNED,
-    ),
-    Public(
-        f"{_LLMD_FS}/docs/gds.md",
-        OFFLOADING,
-        {**_LLMD_SPEC, "shared_storage_path": "/mnt/nvme/kv-cache/", "gds_mode": "read_write"},
-        {"paths": ["/mnt/nvme/kv-cache"]},
-        (*_LLMD_WARNED, "gds_mode"),
     ),
     Public(
         f"{_LLMD_FS}/docs/object_store.md",
@@ -350,13 +276,6 @@ PUBLIC = (
         },
         {"eviction_policy": "returns", "paths": ["/mnt/kv-cache-0", "/mnt/kv-cache-1"]},
         ("eviction_policy", "spec_name"),
-    ),
-    Public(
-        "kserve/kserve, docs/samples/llmisvc/agentic-tool-calling/nemotron-3-ultra-pd.yaml: the "
-        "child of MultiConnector",
-        OFFLOADING,
-        {"cpu_bytes_to_use": 200 * GIB, "lazy_offload": True},
-        {"cpu_bytes_to_use": 200 * GIB, "lazy_offload": True},
     ),
     Public(
         "docs.vllm.ai/projects/ascend, user_guide/feature_guide/kv_cache_cpu_offload",

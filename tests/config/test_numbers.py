@@ -12,15 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from safe_offload.commands.cli import main
 from safe_offload.config import tenants
 from safe_offload.config.options import SETTINGS, OffloadConfig
-from safe_offload.config.other_connectors import WITHOUT_EFFECT
 from safe_offload.config.tiers import KINDS, TIER_KEYS
-from safe_offload.config.transfer_config import CONNECTOR_NAME, complete, settle
+from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.scheduler.limits import read_limits
 from safe_offload.start.checks import take_offloading_size
@@ -31,7 +28,6 @@ HOSTILE = [
     *("1e999", "-1e999", "inf", "nan", "Infinity", "-0", "0x10", "1e99PiB", "9" * 5000, "1_0"),
 ]
 HOSTILE_VALUES = pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:12])
-PATHS = {"root_dir": "/mnt/kv", "disk_path": "/mnt/kv"}
 
 
 def check(extra: Any, *named: str) -> OffloadConfig | None:
@@ -63,12 +59,6 @@ def test_of_a_setting(value):
         check_setting(row.key, value)
 
 
-@settings(max_examples=300)
-@given(key=st.sampled_from([*SETTINGS.values()]), value=st.floats() | st.integers())
-def test_of_a_setting_any(key, value):
-    check_setting(key.key, value)
-
-
 def check_setting(key: str, value: Any) -> None:
     more = {"kv_offload_backend": "disk", "disk_path": "/mnt/kv"} if "disk" in key else {}
     check(more | {key: value}, f'["{key}"]', '["kv_offload_backend"]')
@@ -95,12 +85,6 @@ def test_of_a_directory_of_another_connector(key, value):
 
 
 @HOSTILE_VALUES
-def test_of_a_key_of_another_connector(value):
-    for key in ("secondary_tiers", "shared_storage_path", *WITHOUT_EFFECT):
-        check({key: value}, f'["{key}"]')
-
-
-@HOSTILE_VALUES
 @pytest.mark.parametrize("where", ["default", "share", "prefix", "salt_sha256", "label", "whole"])
 def test_of_the_file_of_tenants(where, value):
     tenant: dict[str, Any] = {"share": "30%", "prefix": "chat-"}
@@ -119,19 +103,6 @@ def test_of_the_file_of_tenants(where, value):
         text = '{"default": %s}' % ("9" * 5000)
     with expected():
         tenants.parse(text.encode())
-
-
-OUTER = ["kv_role", "kv_load_failure_policy", "kv_connector_module_path", "kv_port", "engine_id"]
-
-
-@HOSTILE_VALUES
-@pytest.mark.parametrize("key", [*OUTER, "kv_connector_extra_config", "cpu_bytes_to_use"])
-def test_of_what_is_beside_the_settings(key, value):
-    written = {"kv_connector": CONNECTOR_NAME, key: value}
-    with expected():
-        found = complete(written)
-        filled = {"kv_role": None, "kv_connector_extra_config": {}} | found
-        settle(SimpleNamespace(**filled))
 
 
 @HOSTILE_VALUES

@@ -15,7 +15,7 @@ from safe_offload.config.other_connectors import KNOWN, without_effect
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError
 from safe_offload.start import checks, plugin
-from tests.config.public_configurations import OFFLOADING, PUBLIC, SIMPLE
+from tests.config.public_configurations import PUBLIC
 
 PLACES = [public.place for public in PUBLIC]
 
@@ -84,24 +84,6 @@ def test_the_command_says_how_a_directory_is_bounded(capsys, monkeypatch):
     assert '[{"url": "file:///mnt/kv", "capacity": 4194304}]' in output
     assert "secondary_tiers[0].password" in output
     assert "hidden" not in output
-
-
-def test_both_connectors_and_every_place_are_there():
-    assert {SIMPLE, OFFLOADING} <= {public.connector for public in PUBLIC}
-    assert len(set(PLACES)) == len(PLACES) > 25
-    written = " ".join(PLACES)
-    for where in (
-        "InferenceX",
-        "docs.vllm.ai",
-        "llm-d/",
-        "kserve/",
-        "gpustack/",
-        "vllm-project/recipes",
-    ):
-        assert where in written
-    assert {"enable_cross_layers_blocks", "lazy_offload", "cpu_bytes_to_use_per_rank"} <= {
-        key for public in PUBLIC for key in public.extra
-    }
 
 
 def test_tiers_that_are_written_count_alone():
