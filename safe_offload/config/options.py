@@ -22,6 +22,7 @@ from safe_offload.config.settings import (
     directory,
     file,
     fix_of_unknown,
+    read_settings,
     refuse,
     sampling,
     seconds,
@@ -93,7 +94,7 @@ class OffloadConfig:
         "Store a block when vLLM is about to evict it instead of as soon as it is full.",
     )
     eviction_policy: str = setting(
-        choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
+        choice(EVICTION_POLICIES, other_connectors.POLICIES),
         "returns",
         "Eviction order: least likely to be reused soon (`returns`, which does not admit blocks "
         "worth less than their victims) or least recently used (`lru`).",
@@ -144,7 +145,7 @@ class OffloadConfig:
         "backend supports it.",
     )
     self_test: bool = setting(
-        choice({"on": True, "off": False}),
+        choice(["on", "off"], {"on": True, "off": False}),
         "on",
         "Test every copy path on the real KV cache memory before vLLM serves, and reject paths "
         "that corrupt a byte.",
@@ -254,12 +255,8 @@ class OffloadConfig:
         if type(world_size) is not int or world_size < 1:
             raise ConfigError(f"world_size is {shown(world_size)}; expected at least 1.")
         written = _require_mapping({} if extra is None else extra)
-        keys = written.keys() - other_connectors.unread(written)
-        values = {
-            field: row.kind.read(row.key, written[row.key])
-            for field, row in SETTINGS.items()
-            if row.key in keys
-        }
+        unread = other_connectors.unread(written)
+        values = read_settings(cls, {k: v for k, v in written.items() if k not in unread})
         if "cpu_bytes_to_use" in values:
             shares = size(MAX_BYTES_PER_SERVER, num_ranks=world_size)
             shares.read("cpu_bytes_to_use", written["cpu_bytes_to_use"])

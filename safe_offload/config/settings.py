@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import (
@@ -65,20 +66,17 @@ _PROBLEMS: Final = {
 """Our words for errors of pydantic, with their context and the type of the value."""
 
 
+@dataclass
 class WrongError(ValueError):
     """A problem of a value; the fix and the allowed values, if not those of its kind.
 
     A value that `is_hidden` may hold anything, and is not shown.
     """
 
-    def __init__(
-        self, problem: str, fix: str = "", allowed: str = "", *, is_hidden: bool = False
-    ) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.fix = fix
-        self.allowed = allowed
-        self.is_hidden = is_hidden
+    problem: str
+    fix: str = ""
+    allowed: str = ""
+    is_hidden: bool = False
 
 
 class Kind:
@@ -162,6 +160,20 @@ def settings_of(config_class: Any) -> dict[str, Setting]:
         field.name: dataclasses.replace(row, key=row.key or field.name)
         for field in dataclasses.fields(config_class)
         for row in field.metadata.values()
+    }
+
+
+def read_settings(
+    config_class: Any, written: Mapping[str, object], place: str = ""
+) -> dict[str, Any]:
+    """Return the settings of a dataclass that are written, by the names of their fields.
+
+    `place` are the keys around the mapping, if any.
+    """
+    return {
+        name: row.kind.read(NestedKey(row.key, place) if place else row.key, written[row.key])
+        for name, row in settings_of(config_class).items()
+        if row.key in written
     }
 
 
@@ -270,25 +282,18 @@ def sampling() -> Kind:
     )
 
 
-def choice(
-    words: Sequence[str] | Mapping[str, object],
-    *,
-    aliases: Mapping[str, str] | None = None,
-) -> Kind:
-    """Return the kind of one of a few words, the default first; a mapping has their meanings.
+def choice(words: Sequence[str], meanings: Mapping[str, object] = MappingProxyType({})) -> Kind:
+    """Return the kind of one of a few words, the default first.
 
-    `aliases` are accepted too, but no message recommends them.
+    `meanings` has those of words that do not mean themselves; other words in it are accepted too,
+    but no message recommends them.
     """
-    meanings = words if isinstance(words, Mapping) else dict(zip(words, words, strict=True))
-
-    def read(value: object) -> object:
-        return (aliases or {}).get(value, value) if isinstance(value, str) else value
-
-    word: Any = Literal[tuple(words)]
+    known: dict[str, object] = {**dict(zip(words, words, strict=True)), **meanings}
+    word: Any = Literal[tuple(known)]
     return Kind(
-        Annotated[word, BeforeValidator(read), AfterValidator(meanings.__getitem__)],
+        Annotated[word, AfterValidator(known.__getitem__)],
         ", ".join(f'"{word}"' for word in words),
-        f'write "{{key}}": "{next(iter(words))}", or omit it',
+        f'write "{{key}}": "{words[0]}", or omit it',
     )
 
 

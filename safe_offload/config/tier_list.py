@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from safe_offload.config.printing import NOT_SHOWN, shown, shown_key
-from safe_offload.config.settings import Kind, NestedKey, fix_of_unknown, refuse, settings_of
+from safe_offload.config.settings import (
+    Kind,
+    NestedKey,
+    fix_of_unknown,
+    read_settings,
+    refuse,
+    settings_of,
+)
 from safe_offload.config.tier_url import FILE, URL_FORMS, URL_KEY, Location
 from safe_offload.config.tiers import (
     COMMON,
@@ -87,12 +94,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
     location = URL.kind.read(NestedKey(URL_KEY, place), written[URL_KEY])
     _require_fitting(location, place, written)
     config = KINDS[location.scheme].config
-    values: dict[str, Any] = {
-        field: row.kind.read(NestedKey(row.key, place), written[row.key])
-        for field, row in settings_of(config).items()
-        if row.key in written
-    }
-    return config(location, **values)
+    return config(location, **read_settings(config, written, place))
 
 
 def _require_fitting(location: Location, place: str, written: Mapping[str, object]) -> None:
