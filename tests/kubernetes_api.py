@@ -1,6 +1,5 @@
 """The schemas of the Kubernetes API and of the Prometheus Operator, for manifests of examples/."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +86,6 @@ def resources_of(text: str) -> dict[tuple[str, str], dict[str, Any]]:
         for resource in yaml.safe_load_all(text)
         if resource is not None
     }
-
-
-def changed(
-    resource: dict[str, Any], place: tuple[Any, ...], key: str, value: object
-) -> dict[str, Any]:
-    """Return a copy with another value of a key; `place` are the steps to what has it."""
-    made = copy.deepcopy(resource)
-    target: Any = made
-    for step in place:
-        target = target[step]
-    target[key] = value
-    return made
 
 
 def check(resource: dict[str, Any], version: str = VERSIONS[-1]) -> None:

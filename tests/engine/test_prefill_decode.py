@@ -1,7 +1,7 @@
 """Prefill and decode on two real engines: NIXL between them, ours beside it on both.
 
 NIXL's UCX takes host memory, over TCP here: a stopped prefill engine so holds a transfer that has
-begun. `python -m pytest tests/engine/test_prefill_decode.py -s` prints where prompts came from.
+begun.
 """
 
 import asyncio
@@ -58,7 +58,6 @@ class Pair:
     is_ours_first: bool
     servers: tuple[HttpServer, HttpServer]
     last: list[dict[str, float]] = field(default_factory=list)
-    table: list[tuple[str, list[dict[str, float]]]] = field(default_factory=list)
 
     @property
     def prefill(self) -> HttpServer:
@@ -68,7 +67,7 @@ class Pair:
     def decode(self) -> HttpServer:
         return self.servers[1]
 
-    def read(self, what: str) -> list[dict[str, float]]:
+    def read(self) -> list[dict[str, float]]:
         """Where the tokens of prompts came from, on either side, since the last call."""
         now = [read_sources(server) if server.is_running else {} for server in self.servers]
         before = self.last or [{}, {}]
@@ -77,17 +76,7 @@ class Pair:
             for new, old in zip(now, before, strict=True)
         ]
         self.last = now
-        self.table.append((what, grown))
         return grown
-
-    def print_table(self) -> None:
-        print(f"\n{'ours' if self.is_ours_first else 'NIXL'} is asked first; tokens of prompts")
-        names = ("computed", "GPU", "host", "NIXL", "hit")
-        head = "  ".join(f"{side} {name:>8}" for side in "PD" for name in names)
-        print(f"{'':44}{head}")
-        for what, sides in self.table:
-            cells = (f"{side.get(name, 0):10.0f}" for side in sides for name in names)
-            print(f"{what:44}{'  '.join(cells)}")
 
 
 def read_sources(server: HttpServer) -> dict[str, float]:
@@ -155,7 +144,6 @@ def pair(request, model, tmp_path_factory, expected):
         made = Pair(is_ours_first, (servers[0], servers[1]))
         shake_hands(made)
         yield made
-        made.print_table()
 
 
 @pytest.fixture(scope="module")
@@ -241,12 +229,11 @@ def shake_hands(pair: Pair) -> None:
     """Let NIXL connect: it waits 5 s for the other side, which a busy machine can pass."""
     for _ in range(20):
         decode(pair, "E", send_on(pair, "E"))
-        if pair.read("start")[1]["NIXL"]:
+        if pair.read()[1]["NIXL"]:
             break
     check_idle(pair)
     for server in pair.servers:
         server.post("/reset_prefix_cache?reset_external=true")
-    pair.table.clear()
 
 
 def holds_blocks(server: HttpServer) -> bool:
@@ -273,12 +260,12 @@ def test_prompts_that_come_back_hit_the_host_and_are_sent_on(pair, expected):
     names = "ABC"
     for name, tokens in zip(names, ask(pair, names), strict=True):
         check(expected, name, tokens)
-    on_prefill, on_decode = pair.read("A, B, C for the first time")
+    on_prefill, on_decode = pair.read()
     assert on_prefill["computed"] == 3 * LONG_TOKENS
     assert (on_decode["computed"], on_decode["NIXL"]) == (0, 3 * LONG_TOKENS)
     for name, tokens in zip(names, ask(pair, names), strict=True):
         check(expected, name, tokens)
-    on_prefill, on_decode = pair.read("A, B, C again")
+    on_prefill, on_decode = pair.read()
     assert on_prefill["computed"] == 3 * (LONG_TOKENS - NUM_HIT)
     assert on_prefill["host"] >= 2 * NUM_HIT, "the GPU had them"
     if pair.is_ours_first:
@@ -291,7 +278,7 @@ def test_prompts_that_come_back_hit_the_host_and_are_sent_on(pair, expected):
 def test_what_a_preempted_request_had_comes_back_on_the_decode_side(pair, expected):
     for name, tokens in zip(SHORT, ask(pair, SHORT, at_once=True), strict=True):
         check(expected, name, tokens)
-    _, on_decode = pair.read("four at once, whose answers do not fit")
+    _, on_decode = pair.read()
     assert on_decode["preemptions"] > 0
     assert on_decode["hit"] > 0
     check_idle(pair)
@@ -331,7 +318,7 @@ def test_clients_may_go_at_any_moment(pair, expected):
     check_idle(pair)
     for name, tokens in zip(LONG, ask(pair, LONG), strict=True):
         check(expected, name, tokens)
-    pair.read("clients go; then A to E")
+    pair.read()
     check_idle(pair)
 
 
@@ -343,10 +330,10 @@ def test_resets_forget_what_the_host_has_and_spoil_no_answer(pair, expected):
     check_idle(pair)
     for server in pair.servers:
         server.post("/reset_prefix_cache?reset_external=true")
-    pair.read("a reset while NIXL keeps A")
+    pair.read()
     (tokens,) = ask(pair, "A")
     check(expected, "A", tokens)
-    on_prefill, on_decode = pair.read("A after a reset")
+    on_prefill, on_decode = pair.read()
     assert on_prefill["computed"] == LONG_TOKENS
     assert on_decode["host"] == 0
     check_idle(pair)
@@ -364,11 +351,11 @@ def test_a_prefill_engine_that_is_killed_in_a_transfer_costs_no_answer(pair, exp
         assert not answer.done(), answer.result()
         pair.prefill.kill()
         check(expected, "B", answer.result(HANG_S))
-    _, on_decode = pair.read("the prefill engine is killed")
+    _, on_decode = pair.read()
     assert on_decode["failed"] >= 1
     assert on_decode["computed"] == LONG_TOKENS
     for name, tokens in zip("BC", ask(pair, "BC"), strict=True):  # the decode engine goes on alone
         check(expected, name, tokens)
-    _, on_decode = pair.read("B, C without a prefill engine")
+    _, on_decode = pair.read()
     assert on_decode["host"] + on_decode["GPU"] >= NUM_HIT
     check_idle(pair)
