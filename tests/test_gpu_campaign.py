@@ -227,13 +227,13 @@ def test_what_proves_most_fits_into_one_call_on_a_machine_that_has_nothing_yet(c
     sum_s = UNPACKED_S + sum(step.estimate_s for step in steps)
     assert sum_s <= BUDGET_S - STOP_S
     assert campaign.main(["--list"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[1 + len(names)].split() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1 + len(names)].split() == [
         names[-1],
         f"{steps[-1].estimate_s:.0f}",
         f"{sum_s:.0f}",
     ]
-    assert len(told) == 2 + len(make_steps(sys.executable))
+    assert len(lines) == 2 + len(make_steps(sys.executable))
 
 
 @pytest.mark.parametrize("is_small", [False, True])
@@ -323,7 +323,7 @@ def test_secrets_of_the_environment_and_the_home_folder_are_not_told(tmp_path, m
     results.of(step).mkdir()
     log = results.of(step) / campaign.LOG
     log.write_text("\x1b[1;36mAuthorization: hf_abcdefgh, from /home/someone/.cache")
-    results.write(step, Result("step", "FAILED (x)", command=("run", "hf_abcdefgh"), told="told"))
+    results.write(step, Result("step", "FAILED (x)", command=("run", "hf_abcdefgh"), text="text"))
     text = campaign.render([step], results)
     for hidden in ("abcdefgh", "someone", "\x1b"):
         assert hidden not in text

@@ -50,17 +50,17 @@ Turn = tuple[float, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one engine is asked in one round.
+class Round:
+    """The requests to one engine in one round.
 
     Attributes:
         seconds: after which the round is cut off.
-        told: the file that each request is told in when it ends.
+        log: the file that has a line for each request that has ended.
     """
 
     users: Sequence[Sequence[Turn]]
     seconds: float
-    told: Path
+    log: Path
 
 
 class Replayed(NamedTuple):
@@ -117,8 +117,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         first = 1 if arguments.also else 0
         for index, engine in connectors.in_turns(engines, options.rounds, first):
             turns = [to_turns(user, one) for user, one in enumerate(draw(index))]
-            asked = Asked(turns, arguments.seconds, folder / f"requests-{engine}.jsonl")
-            replayed = engines[engine].call(replay, asked, TIMEOUT_S)
+            plan = Round(turns, arguments.seconds, folder / f"requests-{engine}.jsonl")
+            replayed = engines[engine].call(replay, plan, TIMEOUT_S)
             if index:
                 found.setdefault(engine, []).append(replayed)
                 publish(make_report(found, absent, options, arguments, machine), arguments)
@@ -157,7 +157,7 @@ def make_report(
             named = {f"first token, {name}": value for name, value in times.items()}
             named |= {"whole answer": statistics.fmean(one.whole_s), "all": one.took_s}
             named |= {"requests": len(one.first_s), **one.tokens}
-            connectors.note(samples, engine, **named)
+            connectors.record(samples, engine, **named)
             throughput.setdefault(engine, []).append(len(one.first_s) / one.took_s)
     names = list(next(iter(samples.values()), {}))
     rows = [["", "requests/s", *names]]
@@ -170,8 +170,8 @@ def make_report(
     cut = f"think times of at most {arguments.think_s:g} s"
     sections = [f"{what} {arguments.scale}, {cut}; times in seconds", table(rows)]
     given = asdict(options) | {"users": arguments.users, "scale": arguments.scale}
-    told = {"samples": samples, "requests_per_s": throughput}
-    return Report(__doc__ or "", [*sections, *left_out], told, given, machine)
+    figures_of_all = {"samples": samples, "requests_per_s": throughput}
+    return Report(__doc__ or "", [*sections, *left_out], figures_of_all, given, machine)
 
 
 def to_turns(user: int, conversation: Conversation) -> list[Turn]:
@@ -186,21 +186,21 @@ def to_turns(user: int, conversation: Conversation) -> list[Turn]:
     ]
 
 
-def replay(engine: Any, asked: Asked) -> Replayed:
+def replay(engine: Any, plan: Round) -> Replayed:
     """Ask for all turns of all users, each when it is due."""
     from vllm import SamplingParams
 
-    users, llm = asked.users, engine.llm_engine
+    users, llm = plan.users, engine.llm_engine
     before = count_prompt_tokens(engine)
     due = [(user * BEGIN_S, user, 0) for user in range(len(users))]
     live: dict[str, tuple[float, int, int]] = {}
     first_s: dict[str, float] = {}
     found = Replayed([], [], 0.0, {})
     begin_s = time.perf_counter()
-    with asked.told.open("a", encoding="utf-8") as told:
-        while (due or live) and (now_s := time.perf_counter() - begin_s) < asked.seconds:
+    with plan.log.open("a", encoding="utf-8") as log:
+        while (due or live) and (now_s := time.perf_counter() - begin_s) < plan.seconds:
             while due and due[0][0] <= now_s:
-                asked_s, user, turn = heapq.heappop(due)
+                sent_s, user, turn = heapq.heappop(due)
                 _, prompt, num_tokens = users[user][turn]
                 how: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
                 llm.add_request(
@@ -208,26 +208,26 @@ def replay(engine: Any, asked: Asked) -> Replayed:
                     {"prompt_token_ids": list(prompt)},
                     SamplingParams(max_tokens=num_tokens, **how),
                 )
-                live[name] = asked_s, user, turn
+                live[name] = sent_s, user, turn
             if not live:
-                time.sleep(max(0.0, min(due[0][0], asked.seconds) - now_s))
+                time.sleep(max(0.0, min(due[0][0], plan.seconds) - now_s))
                 continue
             for output in llm.step():
                 now_s = time.perf_counter() - begin_s
                 first_s.setdefault(output.request_id, now_s)
                 if output.finished:
-                    asked_s, user, turn = live.pop(output.request_id)
-                    found.first_s.append(first_s[output.request_id] - asked_s)
-                    found.whole_s.append(now_s - asked_s)
+                    sent_s, user, turn = live.pop(output.request_id)
+                    found.first_s.append(first_s[output.request_id] - sent_s)
+                    found.whole_s.append(now_s - sent_s)
                     row = {
                         "user": user,
                         "turn": turn,
-                        "asked_s": round(asked_s, 4),
+                        "sent_s": round(sent_s, 4),
                         "prompt_tokens": len(users[user][turn][1]),
                         "first_s": round(found.first_s[-1], 4),
                         "whole_s": round(found.whole_s[-1], 4),
                     }
-                    print(json.dumps(row), file=told, flush=True)
+                    print(json.dumps(row), file=log, flush=True)
                     if turn + 1 < len(users[user]):
                         heapq.heappush(due, (now_s + users[user][turn + 1][0], user, turn + 1))
     took_s = time.perf_counter() - begin_s

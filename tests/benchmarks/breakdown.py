@@ -44,7 +44,7 @@ SPANS = (
     TO_FORWARD := "until the forward begins",
     FORWARD := "forward of the tokens that are computed",
     TOKEN := "until the scheduler has the token",
-    TOLD := "front end, until the token is told",
+    RETURNED := "front end, until the token is returned",
 )
 
 Spans = dict[str, float]
@@ -62,7 +62,7 @@ class Seen:
     arrival_s: float
     queued_s: float
     scheduler_token_s: float
-    told_s: float
+    returned_s: float
     moments: Sequence[tuple[str, float]]
     probe: dict[str, Any]
 
@@ -99,8 +99,11 @@ def run_command(arguments: argparse.Namespace) -> int:
         hits: dict[str, list[Spans]] = {HOST_HIT: [], GPU_HIT: []}
         loads: list[Load] = []
         for index in range(options.rounds + 1):
-            asked = [bench_engine.make_question(options, index, i) for i in range(NUM_PROMPTS)]
-            seen = [engine.call(watch, one, TIMEOUT_S) for one in [*asked, *asked, asked[-1]]]
+            questions = [bench_engine.make_question(options, index, i) for i in range(NUM_PROMPTS)]
+            seen = [
+                engine.call(watch, one, TIMEOUT_S)
+                for one in [*questions, *questions, questions[-1]]
+            ]
             if index:
                 found = [one for one in seen[NUM_PROMPTS:-1] if COPY in spans(one)]
                 hits[HOST_HIT] += map(spans, found)
@@ -123,8 +126,8 @@ def watch(engine: Any, question: Question) -> Seen:
     moments = [(name, at_s) for name, at_s in core.call_utility("take_moments")]
     times = output.metrics
     arrival_s = times.arrival_time - time.time() + time.monotonic()  # of vLLM's, in wall time
-    told_s = arrival_s + times.first_token_latency
-    return Seen(arrival_s, times.queued_ts, times.first_token_ts, told_s, moments, probe)
+    returned_s = arrival_s + times.first_token_latency
+    return Seen(arrival_s, times.queued_ts, times.first_token_ts, returned_s, moments, probe)
 
 
 def time_one_copy_of(engine: Any, size_bytes: int) -> float:
@@ -168,7 +171,7 @@ def spans(seen: Seen) -> Spans:
         (TO_FORWARD, forward_s),
         (FORWARD, min(forwarded_s, seen.scheduler_token_s)),
         (TOKEN, seen.scheduler_token_s),
-        (TOLD, seen.told_s),
+        (RETURNED, seen.returned_s),
     ]
     return {name: end_s - begin_s for (_, begin_s), (name, end_s) in pairwise(points)}
 
@@ -195,7 +198,7 @@ def make_report(
 ) -> Report:
     figures = {"hits": hits, "loads": [asdict(load) for load in loads]}
     assert __doc__ is not None
-    sections = [spans_table(hits), *tell_limit(hits, loads)]
+    sections = [spans_table(hits), *describe_limit(hits, loads)]
     return Report(__doc__.strip(), sections, figures, asdict(options), machine)
 
 
@@ -208,7 +211,7 @@ def spans_table(hits: dict[str, list[Spans]]) -> str:
     return table([*rows, ["time to first token", *(cell for pair in totals for cell in pair)]])
 
 
-def tell_limit(hits: dict[str, list[Spans]], loads: list[Load]) -> list[str]:
+def describe_limit(hits: dict[str, list[Spans]], loads: list[Load]) -> list[str]:
     """Say what was copied, and how far the hits are from the limit."""
     totals = [[sum(s.values()) for s in found] for found in hits.values()]
     if not loads or not all(totals):

@@ -9,7 +9,7 @@ the host, and the last one of the GPU. At the end ours loads a prompt one block 
 on purpose: its answer has to change, or equal answers prove nothing.
 busy: a prompt that is only on the host comes back among three new ones of its length, at once.
 tiers: an engine writes each prompt to a directory, Valkey and Mooncake Store, all on this machine;
-then an engine with one of them each is asked for it, as if it paid, and once more from the GPU.
+then an engine with one of them each answers it, as if it paid, and once more from the GPU.
 sleep: a prompt, sleep and wake-up, the prompt again, and once more from the GPU.
 soak: prompts return at random, several at once, and every load is compared with its checksum.
 """
@@ -108,8 +108,8 @@ def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, A
 
     Peers take the host memory as a number only. `--kv-transfer-config` has more settings of ours.
     """
-    asked = options.cpu_bytes or DEFAULT_CPU_BYTES
-    sized = {"cpu_bytes_to_use": size(1 << 50).read("--cpu-bytes", asked)}
+    size_bytes = size(1 << 50).read("--cpu-bytes", options.cpu_bytes or DEFAULT_CPU_BYTES)
+    sized = {"cpu_bytes_to_use": size_bytes}
     if engine == NONE:
         return None
     if engine in PEERS:
@@ -167,7 +167,7 @@ def in_turns(
             yield index, name
 
 
-def note(samples: Samples, engine: str, **figures: float) -> None:
+def record(samples: Samples, engine: str, **figures: float) -> None:
     for name, value in figures.items():
         samples.setdefault(engine, {}).setdefault(name.replace("_", " "), []).append(value)
 
@@ -191,12 +191,12 @@ def return_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Fo
         prompts = [bench_engine.make_question(options, index, i) for i in range(NUM_PROMPTS)]
         first = [engines[name].call(answer, one, TIMEOUT_S) for one in prompts]
         engines[name].call(forget, None, TIMEOUT_S)
-        asked = [*prompts, prompts[-1]]
-        *second, own = (engines[name].call(answer, one, TIMEOUT_S) for one in asked)
+        again = [*prompts, prompts[-1]]
+        *second, own = (engines[name].call(answer, one, TIMEOUT_S) for one in again)
         if not index:
             continue
         num_different += name == OURS_HERE and differs(second[-1], own)
-        note(
+        record(
             samples,
             name,
             first_pass=statistics.fmean(one.ttft_s for one in first),
@@ -215,7 +215,7 @@ def return_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Fo
 
 
 def changes_if_spoiled(engine: Any, question: Question) -> bool:
-    """Return whether an answer tells that one block of its prompt was loaded wrong."""
+    """Return whether an answer shows that one block of its prompt was loaded wrong."""
     engine.collective_rpc("spoil_next_load")  # first: the host forgets what it held
     answer(engine, question)
     own = answer(engine, question)
@@ -250,21 +250,23 @@ def busy_on(engines: Mapping[str, EngineProcess], options: BenchOptions) -> Foun
     for index, name in in_turns(engines, options.rounds):
         generator = random.Random(f"{options.seed}/busy/{index}")
         prompts = [random_prompt(generator, options.prompt_tokens) for _ in range(1 + NUM_OTHERS)]
-        asked = (prompts, options.answer_tokens)
-        back_s, others_s, all_s = engines[name].call(ask_busy, asked, TIMEOUT_S)
+        batch = (prompts, options.answer_tokens)
+        back_s, others_s, all_s = engines[name].call(answer_busy, batch, TIMEOUT_S)
         if index:
-            note(samples, name, comes_back=back_s, new_ones=others_s, all_answers=all_s)
+            record(samples, name, comes_back=back_s, new_ones=others_s, all_answers=all_s)
     return Found(samples, {}, 0)
 
 
-def ask_busy(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float, float]:
+def answer_busy(
+    engine: Any, batch: tuple[list[tuple[int, ...]], int]
+) -> tuple[float, float, float]:
     """Return times to first token of the prompt that comes back and of new ones, and of it all."""
-    back, *others = asked[0]
-    generate(engine, [back], [asked[1]])
+    back, *others = batch[0]
+    generate(engine, [back], [batch[1]])
     forget(engine, None)
     prompts = [*others[:2], back, *others[2:]]
     begin_s = time.perf_counter()
-    outputs = generate(engine, prompts, [asked[1]] * len(prompts))
+    outputs = generate(engine, prompts, [batch[1]] * len(prompts))
     times_s = [output.metrics.first_token_latency for output in outputs]
     return times_s.pop(2), statistics.fmean(times_s), time.perf_counter() - begin_s
 
@@ -284,14 +286,16 @@ def measure_tiers(options: BenchOptions, _: Sequence[str], folder: Path) -> Foun
                 computed = writer.call(answer, question, TIMEOUT_S)
                 writer.call(wait_until_written, None, TIMEOUT_S)
                 if index:
-                    note(samples, "computed", first_token=computed.ttft_s, waited=0, from_a_tier=0)
+                    record(
+                        samples, "computed", first_token=computed.ttft_s, waited=0, from_a_tier=0
+                    )
                 for kind, engine in engines.items():
-                    back, waited_s = engine.call(ask_tier, question, TIMEOUT_S)
+                    back, waited_s = engine.call(answer_from_tier, question, TIMEOUT_S)
                     own = engine.call(answer, question, TIMEOUT_S)
                     if index:
                         num_different += differs(back, own) or not back.num_host_tokens
-                        note(samples, kind, first_token=back.ttft_s, waited=waited_s)
-                        note(samples, kind, from_a_tier=back.num_host_tokens)
+                        record(samples, kind, first_token=back.ttft_s, waited=waited_s)
+                        record(samples, kind, from_a_tier=back.num_host_tokens)
     return Found(samples, left_out | absent, num_different)
 
 
@@ -303,7 +307,7 @@ def wait_until_written(engine: Any, _: None) -> None:
         time.sleep(2 * SETTLE_S)
 
 
-def ask_tier(engine: Any, question: Question) -> tuple[Answer, float]:
+def answer_from_tier(engine: Any, question: Question) -> tuple[Answer, float]:
     """Return the answer, and how long the request waited for tiers."""
     before_s = read_waits(engine)
     return answer(engine, question), read_waits(engine) - before_s
@@ -327,8 +331,8 @@ def measure_sleep(options: BenchOptions, _: Sequence[str], folder: Path) -> Foun
             took_s = engines[name].call(sleep_and_wake, SETTLE_S, TIMEOUT_S)
             woken, own = (engines[name].call(answer, question, TIMEOUT_S) for _ in range(2))
             num_different += woken.token_ids != own.token_ids
-            note(samples, name, first=first.ttft_s, sleep_and_wake=took_s, woken=woken.ttft_s)
-            note(samples, name, tokens_from_the_host=woken.num_host_tokens)
+            record(samples, name, first=first.ttft_s, sleep_and_wake=took_s, woken=woken.ttft_s)
+            record(samples, name, tokens_from_the_host=woken.num_host_tokens)
     return Found(samples, absent, num_different)
 
 
@@ -348,20 +352,22 @@ def measure_soak(options: BenchOptions, _: Sequence[str], folder: Path) -> Found
             generator = random.Random(f"{options.seed}/soak/{index}")
             lengths = [options.prompt_tokens // generator.randint(1, 4) for _ in range(8)]
             prompts = [random_prompt(generator, length) for length in lengths]
-            asked = (generator.choices(prompts, k=40), options.answer_tokens)
-            all_s, num_loaded, failed = engines[name].call(ask_again, asked, TIMEOUT_S)
+            batch = (generator.choices(prompts, k=40), options.answer_tokens)
+            all_s, num_loaded, failed = engines[name].call(answer_again, batch, TIMEOUT_S)
             num_failed += failed > 0
-            note(samples, name, all_answers=all_s, tokens_from_the_host=num_loaded)
+            record(samples, name, all_answers=all_s, tokens_from_the_host=num_loaded)
     num_loaded = sum(sum(one["tokens from the host"]) for one in samples.values())
     return Found(samples, absent, num_failed + (not num_loaded))
 
 
-def ask_again(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float, float]:
+def answer_again(
+    engine: Any, batch: tuple[list[tuple[int, ...]], int]
+) -> tuple[float, float, float]:
     """Return the seconds, the tokens loaded, and what went wrong so far, by the counters."""
     before, begin_s = read_metric(engine, LOADED), time.perf_counter()
-    for first in range(0, len(asked[0]), 4):
-        some = asked[0][first : first + 4]
-        generate(engine, some, [asked[1]] * len(some))
+    for first in range(0, len(batch[0]), 4):
+        some = batch[0][first : first + 4]
+        generate(engine, some, [batch[1]] * len(some))
     took_s = time.perf_counter() - begin_s
     return took_s, read_metric(engine, LOADED) - before, read_metric(engine, *WRONG)
 

@@ -44,7 +44,7 @@ class WorkerProbe:
 
 
 class Recorder:
-    """Notes when things happen in a worker, by wrapping methods: the connector holds no clock."""
+    """Records when things happen in a worker, by wrapping methods: the connector holds no clock."""
 
     def __init__(self) -> None:
         self.take()
@@ -100,15 +100,15 @@ class Recorder:
         def given(_begin_s: float, _none: None, *_: Any) -> None:
             self.given.append(time.monotonic())
 
-        _note_calls(Transfers, "submit", submitted)
-        _note_calls(RangeTable, "runs", described)
-        _note_calls(RangeTable, "ranges", described)
-        _note_calls(Driver, "copy_batch", given)
-        _note_calls(Driver, "copy_each", given)
-        _note_calls(Device, "launch", given)
-        _note_calls(CpuBackend, "issue", issued)
-        _note_calls(GpuBackend, "issue", issued)
-        _note_calls(WorkerBridge, "report_settled", reported)
+        _record_calls(Transfers, "submit", submitted)
+        _record_calls(RangeTable, "runs", described)
+        _record_calls(RangeTable, "ranges", described)
+        _record_calls(Driver, "copy_batch", given)
+        _record_calls(Driver, "copy_each", given)
+        _record_calls(Device, "launch", given)
+        _record_calls(CpuBackend, "issue", issued)
+        _record_calls(GpuBackend, "issue", issued)
+        _record_calls(WorkerBridge, "report_settled", reported)
 
     def take(self) -> dict[str, Any]:
         taken = dict(vars(self))
@@ -122,37 +122,37 @@ class Recorder:
         return taken
 
 
-def _note_calls(owner: type, name: str, note: Callable[..., None]) -> None:
-    """Have `note` told of each call of a method: when it began, its result, its arguments."""
+def _record_calls(owner: type, name: str, record: Callable[..., None]) -> None:
+    """Call `record` after each call of a method: when it began, its result, its arguments."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def noted(*args: Any) -> Any:
+    def recorded(*args: Any) -> Any:
         begin_s = time.monotonic()
         result = method(*args)
-        note(begin_s, result, *args)
+        record(begin_s, result, *args)
         return result
 
-    setattr(owner, name, noted)
+    setattr(owner, name, recorded)
 
 
 def watch_hooks(connector: Any, moments: list[tuple[str, float]]) -> None:
     """Note when hooks of a connector's scheduler side end.
 
-    `SETTLED` only if the workers have told of a transfer's end.
+    `SETTLED` only if the workers have reported a transfer's end.
     """
 
     def watch(hook: str, name: str) -> None:
         method: Callable[..., Any] = getattr(connector, hook)
 
-        def noted(*what: Any) -> Any:
+        def recorded(*what: Any) -> Any:
             found = method(*what)
             report = what[0].kv_connector_worker_meta if name == SETTLED else None
             if name != SETTLED or (report is not None and report.outcomes):
                 moments.append((name, time.monotonic()))
             return found
 
-        setattr(connector, hook, noted)
+        setattr(connector, hook, recorded)
 
     watch("get_num_new_matched_tokens", MATCHED)
     watch("build_connector_meta", PLANNED)

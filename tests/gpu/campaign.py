@@ -1,4 +1,4 @@
-"""All that a GPU has to tell, in an order of what it proves a minute: `make gpu-campaign`.
+"""Everything to measure on a GPU, by what it proves a minute: `make gpu-campaign`.
 
 Each step is a command in a process of its own. What fails, hangs or takes the GPU with it is noted
 and does not keep the others from running. None begins that does not fit into what is left of the
@@ -99,7 +99,7 @@ class Result:
 
     Attributes:
         verdict: "passed", or why not.
-        told: what it printed for readers: its tables, or how many tests passed.
+        text: what it printed for readers: its tables, or how many tests passed.
         facts: of the machine that it ran on.
     """
 
@@ -107,7 +107,7 @@ class Result:
     verdict: str
     duration_s: float = 0.0
     tries: int = 0
-    told: str = ""
+    text: str = ""
     command: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -192,7 +192,7 @@ def run_step(
     if verdict == PASSED and "skipped" in (counts := counts_of(log)) and "passed" not in counts:
         verdict = "FAILED (every test was skipped)"
     duration_s = time.monotonic() - begin_s
-    result = replace(result, verdict=verdict, duration_s=duration_s, told=told_by(folder))
+    result = replace(result, verdict=verdict, duration_s=duration_s, text=text_of(folder))
     results.write(step, result)
     return result
 
@@ -224,7 +224,7 @@ def ask_torch(command: Sequence[str]) -> tuple[dict[str, Any], str]:
         return {}, f"No GPU can be used: torch did not find out within {PROBE_TIMEOUT_S:g} s"
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return {}, f"No GPU can be used: torch cannot be asked ({last})"
+        return {}, f"No GPU can be used: torch does not answer ({last})"
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return found, "" if found["gpus"] else f"No GPU: torch {found['torch']} sees none"
 
@@ -314,9 +314,9 @@ def render(steps: Sequence[Step], results: Results) -> str:
     ahead = [f"- {row}" for row in peers_ahead(read_figures(results.folder))]
     lines += ["", f"Rows in which another connector is ahead: {len(ahead)}.", *ahead]
     for one in found:
-        if one.told:
+        if one.text:
             command = shlex.join(one.command).replace(str(results.folder), "FOLDER")
-            lines += ["", f"## {one.name}", "", f"    {command}", "", f"```text\n{one.told}\n```"]
+            lines += ["", f"## {one.name}", "", f"    {command}", "", f"```text\n{one.text}\n```"]
     for step in steps:
         if results.read(step).verdict.startswith("FAILED"):
             log = read_end(results.of(step) / LOG).splitlines()
@@ -356,7 +356,7 @@ def peers_ahead(steps: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{step}, {name}: {peer} {medians}"
 
 
-def told_by(folder: Path) -> str:
+def text_of(folder: Path) -> str:
     """Return what a benchmark found, as text, or the counts of tests."""
     texts = [json.loads(f.read_text()).get("text") for f in files_of(folder.name, folder.parent)]
     return "\n\n".join(filter(None, texts)) or counts_of(folder / LOG)
@@ -413,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "gpu-campaign", help="of the results")
     parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--small", action="store_true", help="on the CPU, to try the steps")
-    parser.add_argument("--list", action="store_true", help="tell what steps are expected to take")
+    parser.add_argument("--list", action="store_true", help="print what steps are expected to take")
     arguments = parser.parse_args(argv)
     if arguments.list:
         print(list_steps(sys.executable))
