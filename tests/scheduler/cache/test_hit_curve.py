@@ -11,8 +11,8 @@ import pytest
 from safe_offload.scheduler.cache import hit_curve
 from safe_offload.scheduler.cache.hit_curve import FACTORS, NUM_SEEN_MAX, HitCurve
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
-from tests.benchmarks.policy_replay import replay
-from tests.benchmarks.policy_traces import Trace, make_trace
+from tests.scheduler.eviction.replay import replay
+from tests.scheduler.eviction.traces import Trace, make_trace
 
 
 def hashed(trace: Trace) -> list[list[bytes]]:

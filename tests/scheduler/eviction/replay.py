@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
-from tests.benchmarks.policy_traces import Prompt, Trace
+from tests.scheduler.eviction.traces import Prompt, Trace
 
 NUM_RUNNING = 4
 """Prompts that keep their leases at the same time."""

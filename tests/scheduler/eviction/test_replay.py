@@ -6,8 +6,8 @@ import pytest
 
 from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
-from tests.benchmarks.policy_replay import HostModel, replay
-from tests.benchmarks.policy_traces import GENERATORS, Trace, make_trace
+from tests.scheduler.eviction.replay import HostModel, replay
+from tests.scheduler.eviction.traces import GENERATORS, Trace, make_trace
 
 NUM_PROMPTS = 1000
 NUM_PROMPTS_MORE = {"uniform": 1500}
