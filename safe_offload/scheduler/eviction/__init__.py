@@ -1,4 +1,4 @@
-"""In which order the host gives up blocks for others, and what chooses between orders.
+"""Eviction policies: the order in which the host's slots are overwritten.
 
 Imports nothing else of the scheduler side. Door: `policies.POLICIES`.
 """

@@ -11,4 +11,4 @@ POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "returns": ExpectedReuse,
     "lru": Lru,
 }
-"""By the name that `eviction_policy` gives; arguments are those of `EvictionPolicy`."""
+"""By the value of the setting `eviction_policy`; the arguments are those of `EvictionPolicy`."""

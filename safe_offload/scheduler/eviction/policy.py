@@ -1,9 +1,9 @@
-"""Which filled slot goes first when a new one is needed: policies over slots that nothing leases.
+"""The order in which filled slots are overwritten: the interface of eviction policies, and LRU.
 
-A policy knows nothing of prompts. What it needs of them comes with the order of a release, the tail
-of a prefix before its head: a block is worth nothing without those before it. A lease is what an
-access is elsewhere. A call takes thousands of slots on the scheduler's way to the next step: hence
-no object for each slot, and a batch, not a slot, is what moves.
+A policy knows no prompts. The order of the slots of a release says all that matters: the tail of a
+prefix comes before its head, because a block is useless without those before it. A lease is what
+other caches call an access. A call takes thousands of slots while vLLM's scheduler waits: hence
+batches move, not slots, and no slot is an object.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ Hashes = Sequence[bytes | None]
 
 
 class EvictionPolicy:
-    """Order of the filled slots that nothing leases: a queue, and what other orders override.
+    """The order of the filled slots without a lease.
 
-    Deterministic, each call one step.
+    Deterministic; each call is one step.
 
-    `hashes` has what each filled slot holds, for policies that know again what they evicted;
-    `may_refuse` says whether there is anything that `admits` does not admit.
+    Args:
+        num_slots: of the pool.
+        hashes: by slot, the hash of the block that it holds, for policies that recognize blocks
+            that they evicted.
+
+    Attributes:
+        may_refuse: `admits` may return False.
     """
 
     may_refuse: ClassVar = False
 
     def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
-        # Mutable, here and in each policy: changed by the methods below and by nothing else.
+        # Mutable, here and in each policy, and changed by the methods below only.
         self._queue = SlotQueue(num_slots)
         self._age_s = 0.0
 
@@ -36,50 +41,54 @@ class EvictionPolicy:
         """Make filled slots evictable.
 
         Args:
-            slots: none of them evictable yet, none twice, in the order in which they may go: the
-                tail of a prefix first.
-            now_s: from which their age counts.
+            slots: none of them evictable yet, none twice, in the order of their eviction: the tail
+                of a prefix first.
+            now_s: the start of their age.
         """
         self._queue.append(slots, now_s)
 
     def lease(self, slots: Iterable[int]) -> None:
-        """Take out slots whose content is needed again (a hit).
+        """Remove slots whose contents are used again (a hit).
 
-        One that was leased already may be among them; it has been used once more. Slots from
-        `evict` are leased without this call: what they will hold is new.
+        They may include leased slots, which are used once more. Slots from `evict` are leased
+        without this call, because their contents will be new.
         """
         self._queue.remove(slots)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """Take out slots whose content is read, leased or not, which is no use of it (a spill)."""
+        """Remove slots, leased or not, whose contents are only read, not used (a spill)."""
         self._queue.remove(slots)
 
     def evict_first(self, slots: Sequence[int], now_s: float) -> None:
-        """Make filled slots evictable before all others, the first of them first; see `release`."""
+        """Make filled slots evictable before all others, in this order; see `release`."""
         self._queue.prepend(slots, now_s)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes, now_s: float) -> bool:
-        """Whether what a request would store is worth as much as what would go for it.
+        """Return whether the new blocks of a request are worth as much as their victims.
 
         Args:
-            count: slots that would be evicted.
-            last_slot: the last one with what comes before; None if nothing is there.
-            first_hash: of the first block to be stored.
+            count: slots to evict.
+            last_slot: holds the block before the first new one; None without one.
+            first_hash: of the first new block.
         """
         return True
 
     def peek(self, count: int) -> list[int]:
-        """Return up to `count` slots that are evicted next, the first to go first."""
+        """Return up to `count` slots, in the order of their eviction."""
         return self._queue.peek(count)
 
     def evict(self, count: int, now_s: float) -> list[int]:
-        """Take out up to `count` slots to be overwritten, the first to go first."""
-        return self._evicted(self._queue.take(count), now_s)
+        """Remove and return up to `count` slots to be overwritten, in the order of eviction."""
+        evicted: list[int] = []
+        for released_s, slots in self._queue.take(count):
+            self._age_s += len(slots) * (now_s - released_s)
+            evicted += slots
+        return evicted
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Take out those of the slots that are evictable: what they hold is worthless.
+        """Remove slots whose contents are worthless.
 
-        One that is leased may be among them; what was known of its use is forgotten.
+        They may include leased slots, whose history is forgotten.
         """
         self._queue.remove(slots)
 
@@ -87,21 +96,13 @@ class EvictionPolicy:
         return len(self._queue)
 
     def take_age_s(self) -> float:
-        """Return the time since the release of each slot evicted since the last call, added up."""
+        """Return the sum of the ages of all slots evicted since the last call."""
         age_s, self._age_s = self._age_s, 0.0
         return age_s
-
-    def _evicted(self, batches: list[tuple[float, list[int]]], now_s: float) -> list[int]:
-        """Add the age of all batches to the sum, and return their slots."""
-        evicted: list[int] = []
-        for released_s, slots in batches:
-            self._age_s += len(slots) * (now_s - released_s)
-            evicted += slots
-        return evicted
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self)} evictable slots>"
 
 
 class Lru(EvictionPolicy):
-    """The slot goes first that was released longest ago."""
+    """The slot released the longest ago is evicted first."""

@@ -1,4 +1,4 @@
-"""Eviction by when what was released is expected to be used again, from past gaps."""
+"""Eviction by expected time to reuse, learned from the gaps between past uses."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ import numpy as np
 
 from safe_offload.scheduler.eviction.policy import EvictionPolicy, Hashes
 
-HORIZON_S = 60.0  # a use so much later is worth half as much
-GHOSTS_MAX = 4096  # evicted batches that are known again
-_NUM_AGES = 32
-_ADMITTED = -1  # instead of a ticket: it was learned of when it was let in
-NEW, _LEFT, USED = 0, 1, 2  # kinds; from `USED` on with the mean of the last gaps' age bins
-SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
-_NUM_KINDS = USED + _NUM_AGES // 2
-_GROUPS = NEW, _LEFT, USED  # first kinds of the groups whose kinds resemble one another
-_GROUP_OF_KIND = [min(kind, USED) for kind in range(_NUM_KINDS)]
-_PRIOR, _PRIOR_OF_KIND = 0.1, 1.0  # of all slots: the weight of the broader estimate
-_LEARN_EVERY, _KEPT = 64, 0.97  # batches, after 8, 16, 32 at first; of all counts, each time
+HORIZON_S = 60.0  # a use this much later is worth half as much
+GHOSTS_MAX = 4096  # evicted batches that are recognized
+_NUM_AGES = 32  # bins
+_ADMITTED = -1  # ticket of a ghost whose return was learned when its blocks were admitted
+_NEW, _ABANDONED, _USED = 0, 1, 2  # kinds; from `_USED` on by the mean age bin of the last gaps
+_SHARED = 128  # flag of a kind: several conversations use these blocks
+_NUM_KINDS = _USED + _NUM_AGES // 2
+_GROUPS = _NEW, _ABANDONED, _USED  # the first kind of each group of similar kinds
+_GROUP_OF_KIND = [min(kind, _USED) for kind in range(_NUM_KINDS)]
+_PRIOR, _PRIOR_OF_KIND = 0.1, 1.0  # weights of the broader estimates, in shares of all slots
+_LEARN_EVERY = 64  # reuses of batches; sooner at first: 8, 16, 32
+_KEPT = 0.97  # share of each count that is kept when it has been learned from
 
 
-class ReuseBatches(EvictionPolicy):
-    """What is released together is a batch; learns from past gaps when batches are used again.
+class ExpectedReuse(EvictionPolicy):
+    """The batch least likely to be used again soon is evicted first.
 
-    What is least likely to be used again soon goes first; see `ExpectedReuse`.
+    A batch is slots released together: a request releases its new blocks as one, and what it used
+    of each older batch as another. A batch has a kind: new, used again after gaps of similar
+    length, or abandoned, when its conversation went on without it. Of each kind, only the oldest
+    and the newest batch are compared. Evicted batches are recognized by the hash of their first
+    block, so that reuse that comes too late is learned from as well. Until anything is learned,
+    the order is that of `Lru`.
 
-    What a request releases is a batch, or several: what is new, and what it used of each. A batch
-    is of a kind: new, or used again after gaps of this order, or left over where its conversation
-    went on without it; of each kind only the oldest and the newest are compared. Evicted batches
-    are known again by the hash of their first block, so that what returns too late is learned of
-    too. And what is worth less than all that would go for it is not stored.
-
-    Bound: an entry for each slot, a batch for each that has one, and `GHOSTS_MAX`.
+    Bound: an entry per slot, a batch per slot in one, and `GHOSTS_MAX`.
     """
 
     may_refuse = True
 
     def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
-        super().__init__(num_slots, hashes)  # its queue has what goes first
+        super().__init__(num_slots, hashes)  # its queue: slots of `evict_first`
         self._hashes = hashes or [None] * num_slots
         self._now_s = 0.0
         self._last_ticket = 0
         self._num_slots = 0  # in batches
         self._tickets = [0] * num_slots  # of the batch that a slot is in, 0 if in none
-        self._kinds = bytearray(num_slots)  # of slots in no batch: what they will be released as
-        self._batches: OrderedDict[int, Batch] = OrderedDict()
+        self._kinds = bytearray(num_slots)  # of slots in no batch, from their next release
+        self._batches: dict[int, Batch] = {}  # by ticket
         self._by_kind: list[OrderedDict[int, Batch]] = [OrderedDict() for _ in range(_NUM_KINDS)]
-        self._used: list[tuple[Batch, int, list[int], bool]] = []  # the gap is not known yet
+        # Leases whose gap is unknown until the time is: batch, its kind, slots, goes on.
+        self._used: list[tuple[Batch, int, list[int], bool]] = []
         self._ghosts: OrderedDict[bytes, Batch] = OrderedDict()
         self._worth = _Worth(num_slots)
 
@@ -62,7 +63,7 @@ class ReuseBatches(EvictionPolicy):
         self._set_time(now_s)
         new: list[int] = []
         for kind, run in groupby(slots, self._kinds.__getitem__):
-            if kind == NEW:
+            if kind == _NEW:
                 new += run
             else:
                 self._add_new(new, kind)
@@ -73,12 +74,12 @@ class ReuseBatches(EvictionPolicy):
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         for batch, run in self._take_out(list(slots)):
-            goes_on = len(run) >= batch.num_live and batch.kind < SHARED
+            goes_on = len(run) >= batch.num_live and batch.kind < _SHARED
             self._used.append((batch, batch.kind, run, goes_on))
-            if goes_on and batch.num_live and batch.kind != _LEFT:
+            if goes_on and batch.num_live and batch.kind != _ABANDONED:
                 self._by_kind[_queue_of(batch.kind)].pop(batch.ticket)
-                batch.kind = _LEFT
-                self._by_kind[_LEFT][batch.ticket] = batch
+                batch.kind = _ABANDONED
+                self._by_kind[_ABANDONED][batch.ticket] = batch
 
     def hold(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
@@ -86,10 +87,10 @@ class ReuseBatches(EvictionPolicy):
             set_each(self._kinds, run, batch.kind)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes, now_s: float) -> bool:
-        """See `EvictionPolicy`; what is not kept is known again, as if it was evicted now."""
+        """See `EvictionPolicy`; refused blocks are recognized as if they were evicted now."""
         self._set_time(now_s)
         kind = self._kind_after(last_slot)
-        if kind == NEW:
+        if kind == _NEW:
             kind = self._kind_of_ghost(first_hash)
         num_left = count - len(self._queue)
         for batch in self._in_order() if num_left > 0 else ():
@@ -97,31 +98,31 @@ class ReuseBatches(EvictionPolicy):
             if num_left <= 0:
                 if self._worth_of(batch) > self._worth.table[_queue_of(kind)][0]:
                     self._worth.lose(_queue_of(kind), count)
-                    self._note_ghost(first_hash, Batch(0, kind, now_s, [], 0, count))
+                    self._add_ghost(first_hash, Batch(0, kind, now_s, [], 0, count))
                     return False
                 break
-        if kind != NEW:
-            self._note_ghost(first_hash, Batch(_ADMITTED, kind, now_s, [], 0, 0))
+        if kind != _NEW:
+            self._add_ghost(first_hash, Batch(_ADMITTED, kind, now_s, [], 0, 0))
         return True
 
     def _kind_of_ghost(self, first_hash: bytes | None) -> int:
-        """Return the kind of what begins with a block; learn of it if it was gone."""
+        """Return the kind of a batch by its first block; learn from it if it was evicted."""
         ghost = self._ghosts.pop(first_hash or b"", None)
         if ghost is None:
-            return NEW
-        kind, gap_s = ghost.kind & ~SHARED, self._now_s - ghost.released_s
+            return _NEW
+        kind, gap_s = ghost.kind & ~_SHARED, self._now_s - ghost.released_s
         if ghost.ticket == _ADMITTED:
             return kind
         return self._used_again(kind, gap_s, ghost.size, was_gone=True)
 
     def _kind_after(self, slot: int | None) -> int:
-        """Return the kind of what follows on what a slot holds, as far as that tells it."""
+        """Return the kind of new blocks after the block of a slot, `_NEW` if that is unknown."""
         if slot is None:
-            return NEW
+            return _NEW
         batch = self._batches.get(self._tickets[slot])
         kind = self._kinds[slot] if batch is None else batch.kind
-        if kind & SHARED or kind == _LEFT:
-            return NEW
+        if kind & _SHARED or kind == _ABANDONED:
+            return _NEW
         return kind if batch is None else _next_kind(kind, self._age_bin_of(batch))
 
     def peek(self, count: int) -> list[int]:
@@ -143,46 +144,47 @@ class ReuseBatches(EvictionPolicy):
             set_each(tickets, taken, 0)
             self._age_s += len(taken) * (now_s - batch.released_s)
             evicted += taken
-            self._count(batch, -len(taken))
+            self._num_slots -= len(taken)
             if not batch.num_live:
                 emptied.append((batch, taken[-1]))
             if len(evicted) >= count:
                 break
         for batch, first_slot in emptied:
             self._bury(batch, first_slot)
-        set_each(self._kinds, evicted, NEW)
+        set_each(self._kinds, evicted, _NEW)
         return evicted
 
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         self._set_time(self._now_s)
         deque(self._take_out(slots := list(slots)), maxlen=0)
-        set_each(self._kinds, slots, NEW)
+        set_each(self._kinds, slots, _NEW)
 
     def __len__(self) -> int:
         return len(self._queue) + self._num_slots
 
     def _set_time(self, now_s: float) -> None:
-        """Learn from the leases since the last call, of which the time is known only now."""
+        """Set the time, and learn from the leases since the last call, which came without one."""
         self._now_s = now_s
         used, self._used = self._used, []
         for batch, kind, run, goes_on in used:
             new_kind = self._used_again(kind, now_s - batch.released_s, len(run), was_gone=False)
-            set_each(self._kinds, run, new_kind if goes_on else new_kind | SHARED)
+            set_each(self._kinds, run, new_kind if goes_on else new_kind | _SHARED)
 
     def _used_again(self, kind: int, gap_s: float, count: int, *, was_gone: bool) -> int:
-        """Learn that slots were used again; return the kind that they are now."""
+        """Learn that slots were used again; return their new kind."""
         gap = _age_bin(gap_s)
-        if not gap:  # a request that was looked at twice, or preempted
+        if not gap:  # one request, looked up twice or preempted
             return kind
         self._worth.observe(_queue_of(kind), gap, count, was_gone=was_gone)
-        return kind & SHARED | _next_kind(kind & ~SHARED, gap)
+        return kind & _SHARED | _next_kind(kind & ~_SHARED, gap)
 
-    def _add_new(self, slots: list[int], kind: int = SHARED) -> None:
-        """Add slots that are new, after a run of this kind; what goes on with it is of its kind."""
+    def _add_new(self, slots: list[int], kind_before: int = _SHARED) -> None:
+        """Add slots with new blocks; those that continue a conversation get the kind before."""
         if slots:
-            is_alone = kind & SHARED
-            self._add(slots, self._kind_of_ghost(self._hashes[slots[-1]]) if is_alone else kind)
+            is_first = kind_before & _SHARED
+            kind = self._kind_of_ghost(self._hashes[slots[-1]]) if is_first else kind_before
+            self._add(slots, kind)
 
     def _add(self, slots: list[int], kind: int) -> None:
         self._last_ticket = ticket = self._last_ticket + 1
@@ -190,14 +192,10 @@ class ReuseBatches(EvictionPolicy):
         slots.reverse()
         batch = Batch(ticket, kind, self._now_s, slots, len(slots), len(slots))
         self._batches[ticket] = self._by_kind[_queue_of(kind)][ticket] = batch
-        self._count(batch, len(slots))
-
-    def _count(self, batch: Batch, num_more: int) -> None:
-        """A batch has so many slots more or, below 0, less."""
-        self._num_slots += num_more
+        self._num_slots += len(slots)
 
     def _take_out(self, slots: list[int]) -> Iterator[tuple[Batch, list[int]]]:
-        """Take slots out of their batches; yield these, each with its slots."""
+        """Remove slots from their batches; yield each batch with those slots."""
         self._queue.remove(slots)
         tickets = self._tickets
         for ticket, found in groupby(slots, tickets.__getitem__):
@@ -206,7 +204,7 @@ class ReuseBatches(EvictionPolicy):
                 set_each(tickets, run, 0)
                 batch = self._batches[ticket]
                 batch.num_live -= len(run)
-                self._count(batch, -len(run))
+                self._num_slots -= len(run)
                 yield batch, run
                 if not batch.num_live:
                     self._drop(batch)
@@ -219,9 +217,9 @@ class ReuseBatches(EvictionPolicy):
     def _bury(self, batch: Batch, first_slot: int) -> None:
         self._drop(batch)
         self._worth.lose(_queue_of(batch.kind), batch.size)
-        self._note_ghost(self._hashes[first_slot], batch)
+        self._add_ghost(self._hashes[first_slot], batch)
 
-    def _note_ghost(self, first_hash: bytes | None, batch: Batch) -> None:
+    def _add_ghost(self, first_hash: bytes | None, batch: Batch) -> None:
         if first_hash is not None:
             self._ghosts[first_hash] = batch
             self._ghosts.move_to_end(first_hash)
@@ -235,7 +233,7 @@ class ReuseBatches(EvictionPolicy):
         return self._worth.table[_queue_of(batch.kind)][self._age_bin_of(batch)]
 
     def _in_order(self) -> Iterator[Batch]:
-        """Yield all batches, those worth least first; none may be added or dropped meanwhile."""
+        """Yield all batches in the order of their worth; none may be added or dropped meanwhile."""
         ends: list[tuple[float, int, int, int, Batch, Iterator[Batch]]] = []
         table, now_s = self._worth.table, self._now_s
 
@@ -251,15 +249,11 @@ class ReuseBatches(EvictionPolicy):
                 offer(kind, 0, iter(batches.values()))
                 offer(kind, 1, reversed(batches.values()))
         while ends:
-            _, _, end, kind, batch, rest = heapq.heappop(ends)
+            *_, end, kind, batch, rest = heapq.heappop(ends)
             if num_left[kind]:
                 num_left[kind] -= 1
                 yield batch
                 offer(kind, end, rest)
-
-
-class ExpectedReuse(ReuseBatches):
-    """What is least likely to be used again soon goes first, as far as the past tells."""
 
 
 def set_each(values: MutableSequence[int], slots: Iterable[int], value: int) -> None:
@@ -272,44 +266,39 @@ def _age_bin(age_s: float) -> int:
 
 
 def _queue_of(kind: int) -> int:
-    kind &= ~SHARED
-    return kind if kind < USED else USED + (kind - USED) // 2
+    kind &= ~_SHARED
+    return kind if kind < _USED else _USED + (kind - _USED) // 2
 
 
 def _next_kind(kind: int, gap: int) -> int:
-    """Return the kind, without flags, of what was used again after a gap of this age bin."""
+    """Return the kind, without flags, of a batch used again after a gap of this age bin."""
     if not gap:
         return kind
-    return USED + ((kind - USED + gap) // 2 if kind >= USED else gap)
+    return _USED + ((kind - _USED + gap) // 2 if kind >= _USED else gap)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Slots that were released together; `ReuseBatches` alone changes it.
+    """Slots released together; only `ExpectedReuse` changes it.
 
-    Bound: an entry for each slot, of which fewer than half are stale after a lease.
+    Bound: an entry per slot; after a lease, fewer than half are stale.
     """
 
     ticket: int
     kind: int
     released_s: float
-    slots: list[int]  # the last one is the first to go; some may be stale, as in `SlotQueue`
+    slots: list[int]  # the last one is evicted first; some may be stale, as in `SlotQueue`
     num_live: int
-    size: int
-    num_evicted: int = 0  # slots of all batches, when it was
-
-    def note(self, num_evicted: int) -> None:
-        """Note how many slots have been evicted by now."""
-        self.num_evicted = num_evicted
+    size: int  # when it was released
 
     def live(self, tickets: list[int]) -> list[int]:
-        """Return the slots that no later batch has."""
+        """Return the slots that are still in this batch."""
         return list(
             compress(self.slots, map(self.ticket.__eq__, map(tickets.__getitem__, self.slots)))
         )
 
     def take(self, count: int, tickets: list[int]) -> list[int]:
-        """Take the slots that are the first to go."""
+        """Remove and return the slots that are evicted first."""
         if len(self.slots) > self.num_live:
             self.slots = self.live(tickets)
         taken = self.slots[-count:]
@@ -320,27 +309,29 @@ class Batch:
 
 
 class _Worth:
-    """What a slot is worth, by kind and age: 1 if it is used again now, half at `HORIZON_S`.
+    """The worth of a slot by kind and age: 1 if it is used again now, half at `HORIZON_S`.
 
-    The chance of reuse at an age is estimated from few cases, and drifts; so each estimate starts
-    from a broader one, as if that had been seen for a number of slots: a kind that was used before
-    from all such kinds, these, and the other kinds, from all kinds, and all kinds from a tenth in
-    each half octave. The idea is that of N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit
-    rate by maximizing hit density", NSDI 2018.
+    The chance of reuse at an age is estimated from few cases, and drifts. So each estimate starts
+    from a broader one, as if that had been observed on a share of all slots: a kind of used
+    batches from all used batches, each group of kinds from all batches, and these from a chance of
+    a tenth in each half octave.
 
-    Bound: an entry for each kind and age.
+    Source: N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit
+    density", NSDI 2018.
+
+    Bound: an entry per kind and age.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.table = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
-        self._returned = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
+        self._reused = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
         self._lost = [0.0] * _NUM_KINDS
         self._num_slots = num_slots
         self._num_seen = 0
 
     def observe(self, kind: int, age: int, count: int, *, was_gone: bool) -> None:
-        """Slots were used again; if they had been lost, they are not any more."""
-        self._returned[kind][age] += count
+        """Slots were used again; evicted ones no longer count as lost."""
+        self._reused[kind][age] += count
         if was_gone:
             self._lost[kind] = max(0.0, self._lost[kind] - count)
         self._num_seen += 1
@@ -348,22 +339,22 @@ class _Worth:
             self._learn()
 
     def lose(self, kind: int, count: int) -> None:
-        """Slots are evicted: for now they count as never used again."""
+        """Slots are evicted: until they return, they count as never used again."""
         self._lost[kind] += count
 
     def _learn(self) -> None:
-        returned, lost = np.array(self._returned), np.array(self._lost)
-        of_groups = np.add.reduceat(returned, _GROUPS), np.add.reduceat(lost, _GROUPS)
+        reused, lost = np.array(self._reused), np.array(self._lost)
+        of_groups = np.add.reduceat(reused, _GROUPS), np.add.reduceat(lost, _GROUPS)
         of_all = np.add.reduce(of_groups[0])[None], np.add.reduce(of_groups[1])[None]
         chances = _chances(*of_all, np.full((1, _NUM_AGES), 0.1), _PRIOR * self._num_slots)
         chances = _chances(*of_groups, chances, _PRIOR * self._num_slots)[_GROUP_OF_KIND]
-        left = _chances(returned, lost, chances, _PRIOR_OF_KIND * self._num_slots).T
+        left = _chances(reused, lost, chances, _PRIOR_OF_KIND * self._num_slots).T
         later, worth = (1 - left) * _DISCOUNTS, np.zeros(_NUM_KINDS)
         table = np.empty_like(left)
         for age in range(_NUM_AGES - 1, -1, -1):
             table[age] = worth = _DISCOUNTS[age] * (left[age] + later[age] * worth)
         self.table = table.T.tolist()
-        self._returned = (returned * _KEPT).tolist()
+        self._reused = (reused * _KEPT).tolist()
         self._lost = (lost * _KEPT).tolist()
 
 
@@ -375,8 +366,8 @@ _Floats = np.ndarray[Any, np.dtype[np.float64]]
 _DISCOUNTS: _Floats = HORIZON_S / (HORIZON_S + np.array(_HALF_S))[:, None]  # by age
 
 
-def _chances(returned: _Floats, lost: _Floats, expected: _Floats, weight: float) -> _Floats:
-    """Return for each kind and age which part of what was not used before was used again at it."""
-    at_risk = np.add.accumulate(np.column_stack((lost, returned[:, ::-1])), axis=1)[:, :0:-1]
-    chances: _Floats = (returned + weight * expected) / (at_risk + weight)
+def _chances(reused: _Floats, lost: _Floats, expected: _Floats, weight: float) -> _Floats:
+    """Return the chance of reuse at each age, for slots not reused before, by kind."""
+    at_risk = np.add.accumulate(np.column_stack((lost, reused[:, ::-1])), axis=1)[:, :0:-1]
+    chances: _Floats = (reused + weight * expected) / (at_risk + weight)
     return chances

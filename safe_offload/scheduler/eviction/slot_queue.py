@@ -1,4 +1,4 @@
-"""Slots in the order in which they may be overwritten: what eviction policies are made of."""
+"""A queue of slots, the building block of eviction policies."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from itertools import chain, islice
 
 
 class SlotQueue:
-    """Slots in order: appended in batches, taken from the front, removed from anywhere.
+    """Slots in order: appended in batches, taken from the front, removed anywhere.
 
-    A slot's ticket is the number of the batch that it is in, 0 if in none. To remove a slot is to
-    clear its ticket: its entry is stale from then on, also when the slot is in another batch again.
-    Stale entries are swept out in proportion to what is appended, so that no call pays for all.
+    A slot's ticket is the number of its batch, 0 without one. Removing a slot clears its ticket;
+    its entry is stale from then on, even when the slot joins another batch. Each append sweeps out
+    stale entries in proportion to its size, so no call pays for all of them.
 
-    Bound: an entry for each slot, and about as many stale ones, which are swept out.
+    Bound: an entry per slot, and about as many stale ones.
     """
 
     def __init__(self, num_slots: int) -> None:
         # All is mutable, and changed here only.
         self._tickets = [0] * num_slots
         self._last_ticket = 0
-        # Tickets, when they were released, and slots, the last one to go first: the end is where a
-        # list is cheap. All of `_swept` goes before all of `_batches`.
+        # Ticket, time of release and slots of each batch. The last slot is taken first, because
+        # the end of a list is cheap. `_swept` comes before `_batches`.
         self._swept: deque[tuple[int, float, list[int]]] = deque()
         self._batches: deque[tuple[int, float, list[int]]] = deque()
-        self._num_entries = 0  # of all batches, those that are stale too
+        self._num_entries = 0  # including stale ones
         self._num_slots = 0
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class SlotQueue:
         self._num_entries += len(slots)
 
     def peek(self, count: int) -> list[int]:
-        """Return the first slots, as `take` would."""
+        """Return the first slots, in the order of `take`."""
         found: list[int] = []
         for ticket, _, batch in chain(self._swept, self._batches):
             if len(found) >= count:
@@ -67,7 +67,7 @@ class SlotQueue:
         return found
 
     def remove(self, slots: Iterable[int]) -> None:
-        """Take out those of the slots that are in it."""
+        """Remove those of the slots that are in the queue."""
         tickets = self._tickets
         num_removed = 0
         for slot in slots:
@@ -76,12 +76,8 @@ class SlotQueue:
                 num_removed += 1
         self._num_slots -= num_removed
 
-    def among(self, slots: Iterable[int]) -> list[int]:
-        """Return those of the slots that are in it."""
-        return list(filter(self._tickets.__getitem__, slots))
-
     def take(self, count: int) -> list[tuple[float, list[int]]]:
-        """Take up to `count` slots, in order, each batch with the time of its release."""
+        """Remove and return up to `count` slots in order, by batch with its time of release."""
         taken: list[tuple[float, list[int]]] = []
         tickets = self._tickets
         num_left = max(0, min(count, self._num_slots))
@@ -93,7 +89,7 @@ class SlotQueue:
             tail = batch[-num_left:]
             del batch[-num_left:]
             slots = [slot for slot in reversed(tail) if tickets[slot] == ticket]
-            if len(slots) < len(tail):  # then more of the batch may be stale
+            if len(slots) < len(tail):  # more of the batch may be stale
                 batch[:] = [slot for slot in batch if tickets[slot] == ticket]
             if not batch:
                 batches.popleft()
@@ -105,7 +101,7 @@ class SlotQueue:
         return taken
 
     def _sweep(self, num_entries: int) -> None:
-        """Rid the next batches, of at least `num_entries` entries, of the stale ones."""
+        """Remove the stale entries of the next batches, at least `num_entries` entries."""
         tickets = self._tickets
         while num_entries > 0:
             if not self._batches:
