@@ -12,7 +12,7 @@ from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.replies import REPLY_BYTES_MAX, SCRATCH_BYTES
 from tests.tiers.contract import name_of, slot_of, tier_at
-from tests.tiers.hostile.costs import CostWatch, replies
+from tests.tiers.valkey.replies import CostWatch, replies
 from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import url_config
 

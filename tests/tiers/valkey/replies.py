@@ -1,4 +1,4 @@
-"""What replies of a hostile Valkey server cost: bytes that are kept, steps without a pause.
+"""Replies of a hostile Valkey server, and what they cost: bytes kept, steps without a pause.
 
 Time would say what the machine does besides. A step is a call of a function, in Python or C, as
 `sys.setprofile` sees it; between two callbacks of the event loop nothing else is done.
@@ -13,8 +13,14 @@ import tracemalloc
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-from tests.tiers.hostile.answers import EVIL, HUGE, ODD_NUMBERS
-
+PASSWORD = "pass-5f1c-word"
+MARK = "FORGED"
+EVIL = f"\x1b[31m{MARK}\nERROR {MARK} line \x00\x07\x9b\u202e".encode()
+"""What must not reach a log as it is."""
+HUGE = (1 << 63, (1 << 63) - 1, 1 << 64, (1 << 64) - 1, 1 << 40, 1 << 31, (1 << 32) - 1, 10**30)
+ODD_NUMBERS = (
+    *("-2", "-1", "00012", "+5", "1e3", "", " 7", "0x10", "1_000", "\u0661", "NaN", "-0", "5 "),
+)
 NUM_UNITS_MAX = 70_000
 REPLY_BYTES_MAX = 6 << 20
 UNITS = (
