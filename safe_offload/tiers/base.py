@@ -79,7 +79,7 @@ class PlaceError(OSError):
 
 
 class LoggedError(OSError):
-    """A call to a tier that failed in its own process, which has logged why, and the fix."""
+    """A call to a tier failed; the log has a line that says why, and the fix."""
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Log lines about a tier that come with every object when something is wrong."""
+"""Log lines about a tier that would come with every object when something is wrong."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ import time
 from collections.abc import Hashable
 from typing import Final
 
-from safe_offload.tiers.base import Result
+from safe_offload.tiers.base import Result, reason_of
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 LOG_EVERY_S: Final = 60.0
 KINDS_MAX: Final = 100
+_KIND_CHARS: Final = 80
 
 
 class RareLog:
-    """Says of each kind of line whether it is due: at most once a minute. Any thread may ask.
+    """Logs each kind of line at most once a minute; any thread may call it.
 
-    `label` is what the tier is called.
+    Args:
+        label: of the tier.
+        action: that fails when the place fails, such as "use its server".
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, action: str = "use its store") -> None:
         self._label = label
+        self._action = action
         self._said_at_s: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
-        """Return whether to write a line of this kind now."""
+        """Return whether a line of this kind is due."""
         now_s = time.monotonic()
         if now_s - self._said_at_s.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
             return False
@@ -35,8 +39,14 @@ class RareLog:
         self._said_at_s[kind] = now_s
         return True
 
+    def failure(self, error: OSError) -> None:
+        """Log that the place failed, and the fix if the error has one."""
+        reason = reason_of(error)
+        if self.is_due(reason[:_KIND_CHARS]):
+            logger.warning("Tier %s failed to %s: %s.", self._label, self._action, reason)
+
     def bad_object(self, result: Result, name: str) -> None:
-        """Say that an object of a tier is not what it should be."""
+        """Log that an object is not what it should be."""
         if self.is_due(result):
             logger.warning(
                 "Unusable object in tier %s, it is %s: %s", self._label, result.value, name

@@ -6,11 +6,11 @@ import asyncio
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.base import Buffers, LoggedError, Name, Result
 from safe_offload.tiers.batch import BadNames, Batch, Calls
-from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.store import Store
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 _TO_DELETE = (Result.CORRUPT, Result.FOREIGN)
 _NOT_SAID = {*Result} - {*_TO_DELETE, Result.UNREADABLE}
 
+T = TypeVar("T")
 Work = Callable[[Batch], Awaitable[None]]
 
 
@@ -39,7 +40,6 @@ class SealedTier:
         self._store = store
         self._facts = {} if facts is None else facts
         self._seal = seal
-        self._log = RareLog(self.label)
         self._bad_names = BadNames()
         self._describe_at_s: dict[bytes, float] = {}
         self._calls = Calls()
@@ -61,7 +61,7 @@ class SealedTier:
         """See `Tier.probe`."""
         if self._calls.is_closed:
             raise OSError(errno.ESHUTDOWN, "the tier is closed")
-        found = await self._store.has(names) if names else []
+        found = await self._logged(self._store.has(names)) if names else []
         if not self._bad_names:
             return found
         return [has and n not in self._bad_names for has, n in zip(found, names, strict=True)]
@@ -102,6 +102,15 @@ class SealedTier:
             not_ended = (i for i, r in enumerate(batch.results) if r is Result.CANCELLED)
             batch.settle(not_ended, Result.FAILED)
 
+    async def _logged(self, call: Awaitable[T]) -> T:
+        """Return the result of a call to the store; an OSError is logged, then raised."""
+        try:
+            return await call
+        except OSError as error:
+            if not (isinstance(error, LoggedError) or self._calls.is_closed):
+                self._store.log.failure(error)
+            raise
+
     async def _get(self, batch: Batch) -> None:
         await self._store.get(batch)
         self._note(batch)
@@ -110,8 +119,8 @@ class SealedTier:
             return
         names = [batch.names[index] for index in bad]
         try:
-            await self._store.delete([self._store.key_of(name) for name in names])
-        except OSError:  # the store has said why
+            await self._logged(self._store.delete([self._store.key_of(name) for name in names]))
+        except OSError:
             for name in names:
                 self._bad_names.add(name)
 
@@ -129,7 +138,7 @@ class SealedTier:
             if result is Result.DONE:
                 self._bad_names.discard(name)
             elif result not in _NOT_SAID:
-                self._log.bad_object(result, self._store.key_of(name))
+                self._store.log.bad_object(result, self._store.key_of(name))
                 if result is Result.UNREADABLE:
                     self._bad_names.add(name)
 
@@ -143,7 +152,7 @@ class SealedTier:
                 self._describe_at_s.clear()
             text = naming.description(namespace, self._facts)
             try:
-                stays_s = await self._store.describe(namespace, text)
-            except OSError:  # the store has said why; the next call tries again
+                stays_s = await self._logged(self._store.describe(namespace, text))
+            except OSError:  # the next call tries again
                 continue
             self._describe_at_s[namespace] = now_s + stays_s / 2

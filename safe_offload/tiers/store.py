@@ -18,6 +18,7 @@ from safe_offload.findings import Finding, error, ok
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError
 from safe_offload.tiers.naming import DESCRIPTION_FILE
+from safe_offload.tiers.rare_log import RareLog
 
 if TYPE_CHECKING:
     from safe_offload.config.tiers import TierConfig
@@ -52,8 +53,8 @@ class Item(NamedTuple):
 class Store(ABC):
     """A place of one kind. It belongs to the loop's thread.
 
-    A verb that is refused raises OSError, a PlaceError where the fix is known; `get` and `put` note
-    it as the result of each object, and in the log.
+    A verb that fails raises OSError, a PlaceError where the fix is known, which its caller logs.
+    `get` and `put` do not raise: they log the failure, and note it as the result of each object.
 
     Args:
         config: of the tier; the place is not asked for anything before it is first used.
@@ -61,6 +62,7 @@ class Store(ABC):
 
     Attributes:
         label: for the log and the metrics; no secret is in it.
+        log: takes failures; `SealedTier` logs what verbs raise.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
         place_id: of the finding that the place can be used.
         piece_bytes: that `read` returns at most.
@@ -76,6 +78,7 @@ class Store(ABC):
 
     def __init__(self, config: TierConfig, slot_bytes: int = 0) -> None:
         self.label = config.location.label
+        self.log = RareLog(self.label)
 
     # ---- engines -------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class FileStore(Store):
         super().__init__(config, slot_bytes)
         self._config = config
         self._path = config.location.path
-        self._log = _Log(self.label)
+        self.log = _Log(self.label, "read or write")
         self._place = _Place(self._path, self.label)
         path = config.tenants_path
         shares = TenantsFile(path).shares_by_mark if path else dict
@@ -216,24 +216,16 @@ class FileStore(Store):
     # ---- on threads ---------------------------------------------------------------------------
 
     def _ask(self, names: Sequence[Name]) -> list[bool]:
-        try:
-            with _Visit(self._place) as visit:
-                return [visit.has(name) for name in names]
-        except OSError as error:
-            self._log.failure(error)
-            raise
+        with _Visit(self._place) as visit:
+            return [visit.has(name) for name in names]
 
     def _delete(self, keys: Sequence[str]) -> list[bool]:
         with _Visit(self._place) as visit:
             return [upkeep.delete(key, visit.root_fd) for key in keys]
 
     def _describe(self, namespace: bytes, text: bytes) -> None:
-        try:
-            with _Visit(self._place) as visit:
-                visit.describe(namespace, text)
-        except OSError as error:
-            self._log.failure(error)
-            raise
+        with _Visit(self._place) as visit:
+            visit.describe(namespace, text)
 
     def _work_off(self, batch: Batch, work: Work) -> None:
         """Do objects of a batch until none is left."""
@@ -243,7 +235,7 @@ class FileStore(Store):
                 for index in batch.take_left():
                     batch.results[index] = self._do(work, visit, batch, index)
         except OSError as error:
-            self._log.failure(error)
+            self.log.failure(error)
             rest = self._failed(work, error)
         finally:
             batch.settle(batch.take_left(), rest)
@@ -255,7 +247,7 @@ class FileStore(Store):
         except OSError as error:
             if error.errno in _NO_ROOM:
                 return self._make_room(error, num_counts)
-            self._log.failure(error)
+            self.log.failure(error)
             return self._failed(work, error)
 
     def _failed(self, work: Work, error: OSError) -> Result:
@@ -266,11 +258,11 @@ class FileStore(Store):
         """A write found the file system full: evict a batch, once until a write works again."""
         began_after_count = self._capacity.num_counts == num_counts and not self._is_counting
         if began_after_count and self._has_made_room:
-            self._log.no_help(error)
+            self.log.no_help(error)
             return Result.STILL_FULL
         if began_after_count:
             self._want_count(is_disk_full=True)
-        self._log.no_room(error)
+        self.log.no_room(error)
         return Result.FULL
 
     def _read(self, visit: _Visit, batch: Batch, index: int) -> Result:
@@ -364,7 +356,7 @@ class FileStore(Store):
             with _Visit(self._place) as visit:
                 kept = self._capacity.keep(visit.root_fd, is_disk_full=is_disk_full)
         except OSError as error:
-            self._log.failure(error)
+            self.log.failure(error)
         except Exception:
             logger.exception("Unexpected error in tier %s, which stays in use", self.label)
         else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import http.client
-import logging
 import tempfile
 import time
 import urllib.request
@@ -23,12 +22,11 @@ from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Name, PlaceError, Result, reason_of
+from safe_offload.tiers.base import Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
 from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
 from safe_offload.tiers.mooncake.settings import complete
-from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.store import Item, Store, listed, pages
 from safe_offload.tiers.waiting import outlast
 
@@ -57,8 +55,6 @@ PAGES_PIECE_BYTES: Final = 64 << 10
 OBJECT_BYTES_MAX: Final = 256 * MIB
 """Of what an operator reads, at once: anyone may have written objects of any length."""
 
-logger = logging.getLogger(f"vllm.{__name__}")
-
 Work = Callable[[Batch, Sequence[int]], None]
 
 
@@ -79,7 +75,6 @@ class MooncakeStore(Store):
         super().__init__(config, slot_bytes)
         config = complete(config)
         self._pages = config.endpoint or f"http://{config.location.host}:{PAGES_PORT}"
-        self._log = RareLog(self.label)
         segment_bytes = (config.segment_bytes or 0) if slot_bytes else 0
         self._home = Client(config, segment_bytes, MOVERS + ASKERS)
         self._mover = Client(config, num_calls=MOVES)
@@ -92,11 +87,7 @@ class MooncakeStore(Store):
     # ---- engines ------------------------------------------------------------------------------
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
-        try:
-            found: list[bool] = await self._ask(self._home.has, list(map(self.key_of, names)))
-        except OSError as error:
-            self._log_failure(error)
-            raise
+        found: list[bool] = await self._ask(self._home.has, list(map(self.key_of, names)))
         return found
 
     async def get(self, batch: Batch) -> None:
@@ -154,12 +145,6 @@ class MooncakeStore(Store):
 
     # ---- on threads ---------------------------------------------------------------------------
 
-    def _log_failure(self, error: OSError) -> None:
-        if isinstance(error, ConnectionError):
-            error = _no_master(error)
-        if self._log.is_due(reason_of(error)[:80]):
-            logger.warning("Tier %s failed to use its store: %s.", self.label, reason_of(error))
-
     def _leave(self) -> None:
         self._movers.shutdown(wait=True)
         self._mover.close()
@@ -172,7 +157,8 @@ class MooncakeStore(Store):
             while chunk := list(_chunk_of(batch, bytes_max)):
                 work(batch, chunk)
         except OSError as error:
-            self._log_failure(error)
+            is_gone = isinstance(error, ConnectionError)
+            self.log.failure(_no_master(error) if is_gone else error)
         finally:
             undone = [index for index in chunk if batch.results[index] is Result.CANCELLED]
             batch.settle([*undone, *(batch.take_left() if undone else ())], Result.FAILED)

@@ -66,13 +66,19 @@ class StoreError(PlaceError):
     """A request has met a problem. It has no cause, whose text might hold secrets.
 
     Args:
+        action: of the request, such as "read".
         error: what obstore raised.
         absent: what it means if there is no such object.
     """
 
     def __init__(
-        self, error: BaseException, scheme: str, absent: Problem = Problem.NOT_FOUND
+        self,
+        action: str,
+        error: BaseException,
+        scheme: str,
+        absent: Problem = Problem.NOT_FOUND,
     ) -> None:
+        self.action = action
         self.kind = problem_of(error)
         if self.kind is Problem.NOT_FOUND:
             self.kind = absent

@@ -65,7 +65,7 @@ class BucketStore(Store):
         super().__init__(config, slot_bytes)
         self._scheme = config.location.scheme
         self._store = open_store(config)
-        self._log = RareLog(self.label)
+        self.log = _Log(self.label)
         self._connections = _Connections(config.num_connections)
         self._looks = asyncio.Semaphore(config.num_connections)
         self._knows_create = True
@@ -296,13 +296,9 @@ class BucketStore(Store):
         try:
             return await request
         except Exception as error:
-            problem = StoreError(error, self._scheme, absent)
-            kind = problem.kind if problem.is_down else (what, problem.kind)
-            if problem.kind not in answers and self._log.is_due(kind):
-                fix = f"Fix: {problem.fix[0].lower()}{problem.fix[1:]}."
-                logger.warning(
-                    "Tier %s failed to %s: %s. %s", self.label, what, problem.problem, fix
-                )
+            problem = StoreError(what, error, self._scheme, absent)
+            if problem.kind not in answers:
+                self.log.failure(problem)
             raise problem from None
 
     # ---- what is known -------------------------------------------------------------------------
@@ -311,6 +307,20 @@ class BucketStore(Store):
         self._absent_until_s.pop(name, None)
         self._seen[name] = None
         _forget_first(self._seen)
+
+
+class _Log(RareLog):
+    """Logs an action that the store refuses, and once for all actions that it fails."""
+
+    def failure(self, error: OSError) -> None:
+        if not isinstance(error, StoreError):
+            super().failure(error)
+        elif self.is_due(error.kind if error.is_down else (error.action, error.kind)):
+            fix = f"{error.fix[0].lower()}{error.fix[1:]}"
+            logger.warning(
+                "Tier %s failed to %s: %s. Fix: %s.",
+                *(self._label, error.action, error.problem, fix),
+            )
 
 
 class _Connections:

@@ -57,11 +57,6 @@ class ServerLog(RareLog):
             self._label,
         )
 
-    def failure(self, error: OSError) -> None:
-        """A server cannot be used, or its connection was lost."""
-        if self.is_due(str(error)[:80]):
-            logger.warning("Tier %s failed to use its server: %s.", self._label, error)
-
     def refusal(self, answer: ErrorReply) -> None:
         """A server has answered an error."""
         code, command = answer.code, _named(answer)

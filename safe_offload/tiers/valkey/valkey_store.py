@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from safe_offload.config.tiers import ValkeyConfig
 from safe_offload.findings import Finding
-from safe_offload.tiers.base import Buffers, Name, PlaceError, Result
+from safe_offload.tiers.base import Buffers, LoggedError, Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.naming import (
     ALL_KEYS,
@@ -85,7 +85,7 @@ class ValkeyStore(Store):
         self._timeout_s = config.timeout_s
         self._ttl = _ttl_words(config.ttl_s)
         self._reads_extend = bool(self._ttl)
-        self._log = ServerLog(self.label)
+        self.log = ServerLog(self.label, "use its server")
         self._login = Login(config, CLIENT_NAME if slot_bytes else "")
         self._servers = Servers(self._login, config.num_connections)
         self._is_closed = False
@@ -93,17 +93,13 @@ class ValkeyStore(Store):
         self._told = weakref.WeakSet[Wire]()
         self._keeps_use = True
         if config.location.password and slot_bytes:
-            self._log.password_in_url()
+            self.log.password_in_url()
 
     # ---- engines ------------------------------------------------------------------------------
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
         keys = [key_of(name) for name in names]
-        try:
-            answers = await self._ask(keys, [_EXISTS % (len(key), key) for key in keys])
-        except OSError as error:
-            self._log.failure(error)
-            raise
+        answers = await self._ask(keys, [_EXISTS % (len(key), key) for key in keys])
         failures = [answer for answer in answers if isinstance(answer, OSError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
@@ -135,7 +131,7 @@ class ValkeyStore(Store):
             try:
                 places = await self._servers.place([keyed.keys[index] for index in left])
             except OSError as error:
-                self._log.failure(error)
+                self.log.failure(error)
                 batch.settle(left, Result.FAILED)
                 return
             version = self._servers.version
@@ -173,7 +169,7 @@ class ValkeyStore(Store):
         try:
             yield
         except OSError as error:
-            self._log.failure(error)
+            self.log.failure(error)
             self._servers.suspect(node)
             raise
         except asyncio.CancelledError:
@@ -262,7 +258,7 @@ class ValkeyStore(Store):
             return Result.ABSENT
         if problem.code == "WRONGTYPE":
             return Result.UNREADABLE
-        self._log.refusal(problem)
+        self.log.refusal(problem)
         if problem.code in ("NOPERM", "READONLY"):
             self._reads_extend = False  # the user may read, but not prolong
         if problem.code == "NOPERM" and is_write:
@@ -349,8 +345,8 @@ class ValkeyStore(Store):
             await self._refresh(version)
         for index, answer in enumerate(answers):
             if isinstance(answer, ErrorReply) and answer.code != "ASK":
-                self._log.refusal(answer)
-                answers[index] = LoginError(f"the server answers {answer.code}")
+                self.log.refusal(answer)
+                answers[index] = LoggedError(errno.EIO, f"the server answers {answer.code}")
         return answers
 
     async def _ask_node(
@@ -383,7 +379,7 @@ class ValkeyStore(Store):
         try:
             await self._servers.refresh(version)
         except OSError as error:
-            self._log.failure(error)
+            self.log.failure(error)
 
     # ---- operators ----------------------------------------------------------------------------
 
