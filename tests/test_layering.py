@@ -564,12 +564,13 @@ MAY_LEAVE = {
     "tiers/valkey/login.py": {"socket"},
     # A look whether there is a master; a process that ends with ours (test_trouble.py kills ours),
     # and what they share and say.
-    "tiers/mooncake/client.py": {"socket", "subprocess", "multiprocessing"},
+    "tiers/mooncake/client.py": {"socket", "multiprocessing"},
     "tiers/mooncake/helper.py": {"multiprocessing"},
     # A file without a name, for the keys that an operator looks at: as long as its process.
     "tiers/mooncake/mooncake_store.py": {"tempfile"},
     # A process that ends with ours (test_process_tier.py kills ours), and the connection to it.
-    "tiers/process/process_tier.py": {"socket", "subprocess", "multiprocessing"},
+    "tiers/child_process.py": {"subprocess"},
+    "tiers/process/process_tier.py": {"socket", "multiprocessing"},
     "tiers/process/child.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "tiers/files/directory.py": {"mkdir"},

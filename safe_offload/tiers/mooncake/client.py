@@ -14,8 +14,6 @@ import json
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from mmap import mmap
@@ -26,8 +24,8 @@ from typing import Any, Final
 from safe_offload.config.printing import printable
 from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.mapped_files import MappedFile, address_of, find_file, map_new
-from safe_offload.threads import environment
 from safe_offload.tiers.base import Buffers
+from safe_offload.tiers.child_process import ChildProcess
 from safe_offload.tiers.mooncake import helper
 from safe_offload.tiers.mooncake.settings import ENVIRONMENT
 
@@ -90,7 +88,7 @@ class Client:
     def kill(self) -> None:
         """Kill the process, unless it is starting: calls under way fail when it has ended."""
         if (process := self._process) is not None and process.is_ready:
-            process.program.kill()
+            process.kill()
 
     def close(self) -> None:
         """End the process; no call is under way, and none comes."""
@@ -113,7 +111,7 @@ class Client:
     def running(self) -> _Process:
         """Return the process, which is started if there is none."""
         with self._starting:
-            if self._process is not None and self._process.program.returncode is None:
+            if self._process is not None and self._process.status is None:
                 return self._process
             arguments = setup_arguments(self._config, self._segment_bytes)
             title = f"safe-offload tier {self._config.location.label} client"
@@ -138,7 +136,7 @@ class _Channel:
         """Return an answer; descriptors are sent along. OSError if there is none."""
         self._connection.send_bytes(json.dumps([verb, *arguments]).encode())
         for descriptor in descriptors:
-            send_handle(self._connection, descriptor, self._process.program.pid)
+            send_handle(self._connection, descriptor, self._process.pid)
         try:
             if not self._connection.poll(ANSWER_TIMEOUT_S):
                 raise TimeoutError(errno.ETIMEDOUT, "Mooncake's client does not answer")
@@ -194,8 +192,8 @@ class _Channel:
         return file
 
 
-class _Process:
-    """A process that runs `helper.py`.
+class _Process(ChildProcess):
+    """A process that runs `helper.py`, in the group of this one.
 
     Attributes:
         is_ready: its client is set up; `Client` sets it.
@@ -204,13 +202,7 @@ class _Process:
     def __init__(self, title: str, num_channels: int) -> None:
         pairs = [socket.socketpair() for _ in range(num_channels)]
         theirs = [their.fileno() for _, their in pairs]
-        self.program = subprocess.Popen(
-            [sys.executable, "-P", HELPER, title, *map(str, theirs)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=ENVIRONMENT | environment(),
-            pass_fds=theirs,
-        )
+        super().__init__((HELPER, title), theirs, ENVIRONMENT)
         self.is_ready = False
         self._channels: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
         for our, their in pairs:
@@ -238,11 +230,6 @@ class _Process:
                 given = file.descriptors
                 channel.call("open", file.number, len(given), descriptors=given)
                 self._opened.add(file.number)
-
-    def end(self) -> None:
-        """Kill it, and return when it has ended: it touches no memory any more."""
-        self.program.kill()
-        self.program.wait()
 
 
 def _joined(places: Sequence[tuple[MappedFile, int, int]]) -> list[tuple[int, int, int]]:

@@ -19,7 +19,6 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,8 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError, ProtocolError
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import MappedFile
-from safe_offload.threads import environment
 from safe_offload.tiers.base import LoggedError, Name, Result
+from safe_offload.tiers.child_process import ChildProcess
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
 from safe_offload.tiers.process.child import LENGTH_BYTES, Setup, framed, length_of, read
 from safe_offload.tiers.seal import Seal
@@ -103,7 +102,7 @@ class ProcessTier:
             self.process = self._start()
             problem = f"the process of tier {self.label} does not start"
             why = self.process.wait_until_ready()
-        except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{problem}: {error}. Fix: {_fix_of(error)}.") from error
         if why:
             raise errors.ConfigError(why)  # as it was raised there, with its fix
@@ -245,15 +244,8 @@ class Process:
             ours.enter_context(self._mappers)
             theirs.enter_context(mapper)
             descriptors = connection.fileno(), *memory.descriptors, mapper.fileno()
-            command = [sys.executable, "-P", "-c", _MAIN, json.dumps(paths)]
-            self.program = subprocess.Popen(
-                [*command, *map(str, descriptors)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environment(),
-                pass_fds=descriptors,
-                process_group=0,  # a Ctrl-C is for the engine, which ends it
-            )
+            main = ("-c", _MAIN, json.dumps(paths))
+            self.program = ChildProcess(main, descriptors, leads_group=True)
             ours.pop_all()
         self.pid: Final = self.program.pid
         self._end_of_mappers = select.poll()
@@ -281,15 +273,12 @@ class Process:
             if kind != "refused":
                 raise ProtocolError("its first word is neither yes nor no")
             refusal = _text(*why)
-            self.kill()
-            self.program.wait()
+            self.program.end()
             return refusal
         except Exception as error:
             if isinstance(error, EOFError | ConnectionError):  # it is about to end
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.program.wait(KILL_S)
-            self.kill()
-            if (status := self.program.wait()) in (*_TOO_FEW_FILES, errno.ENOMEM):
+                self.program.wait(KILL_S)
+            if (status := self.program.end()) in (*_TOO_FEW_FILES, errno.ENOMEM):
                 raise OSError(status, os.strerror(status)) from error
             raise OSError(errno.EIO, f"{error!r} (it ended with {_name_of(status)})") from error
 
@@ -348,15 +337,13 @@ class Process:
                 self._send("cancel", number)
 
     def kill(self) -> None:
-        """Let the kernel end it, which takes as long as it has memory to unmap."""
+        """Kill it; it answers no further call."""
         self._is_killed = True
-        if self.program.returncode is None:  # until then the group's number is nobody else's
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self.program.kill()
 
     def is_over(self) -> bool:
         """Whether it answers no further call."""
-        return self._is_killed or self._poll() is not None
+        return self._is_killed or self.program.poll() is not None
 
     async def ended(self) -> None:
         """Return when it has ended and been listened to, and nothing maps the slots through it."""
@@ -366,17 +353,10 @@ class Process:
         else:
             await asyncio.wait([self._listening])
 
-    def _poll(self) -> int | None:
-        """Return its exit status if it has ended; what it has started is killed before that."""
-        if self.program.returncode is None:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                    self.kill()
-        return self.program.poll()
-
     async def _reap(self) -> int:
         """Return its exit status when it has ended, and so has everything that maps the slots."""
-        while (status := self._poll()) is None or not self._end_of_mappers.poll(0):  # noqa: ASYNC110
+        mappers = self._end_of_mappers
+        while (status := self.program.poll()) is None or not mappers.poll(0):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return status
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.errors import ConfigError
+from safe_offload.tiers import child_process
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.process import process_tier
 from tests import stopping
@@ -70,7 +71,7 @@ async def test_a_call_ends_when_all_that_maps_its_slots_is_dead(other_mapper):
     try:
         await wait_until(lambda: tier.process._answers)
         os.kill(process_of(tier), signal.SIGKILL)
-        await wait_until(lambda: tier.process.program.returncode is not None)
+        await wait_until(lambda: tier.process.program.status is not None)
         await asyncio.wait([asking], timeout=10 * process_tier.POLL_S)
         assert stopping.is_running(other)
         assert not asking.done()
@@ -94,7 +95,7 @@ async def test_what_a_process_has_started_ends_with_it(other_mapper, by_whom):
         os.waitid(os.P_PID, process_of(tier), os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
         assert tier.process.is_over()
     try:
-        await wait_until(lambda: tier.process.program.returncode is not None)
+        await wait_until(lambda: tier.process.program.status is not None)
         await wait_until(lambda: not stopping.is_running(other), DIES_WITHIN_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -196,7 +197,7 @@ async def test_a_tier_that_is_closed_while_its_process_starts_leaves_none(
     may_start.set()
     await asyncio.wait([asking, closing])
     assert asking.exception() is not None
-    assert tier.process.program.returncode is not None
+    assert tier.process.program.status is not None
 
 
 async def test_ps_and_top_show_which_tier_a_process_is_of(slots, tmp_path):
@@ -259,7 +260,7 @@ def test_the_fix_of_a_process_that_is_refused_fits(slots, tmp_path, monkeypatch,
     def refuse(*_args, **_more):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(process_tier.subprocess, "Popen", refuse)
+    monkeypatch.setattr(child_process.subprocess, "Popen", refuse)
     with pytest.raises(ConfigError, match=rf"refuses a process.*{fix}"):
         slots.open(directory(tmp_path))
 

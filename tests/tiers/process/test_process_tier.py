@@ -227,7 +227,7 @@ async def test_a_closed_tier_has_no_process_and_does_nothing(slots, tmp_path):
     tier = slots.open(directory(tmp_path / "tier"))
     program = tier.process.program
     await tier.close()
-    assert program.returncode is not None
+    assert program.status is not None
     await tier.close()
     assert await tier.spill(names(), range(NUM_SLOTS)) == [Result.CANCELLED] * NUM_SLOTS
     with pytest.raises(OSError, match="closed"):
