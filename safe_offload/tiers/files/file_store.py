@@ -78,6 +78,8 @@ class FileStore(Store):
         ConfigError: the system refuses a thread, or the file of tenants cannot be used.
     """
 
+    log: _Log
+
     def __init__(self, config: FileConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
         self._config = config

@@ -77,6 +77,7 @@ class ValkeyStore(Store):
     """
 
     piece_bytes = TEXT_BYTES_MAX
+    log: ServerLog
 
     def __init__(self, config: ValkeyConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
