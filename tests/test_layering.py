@@ -569,7 +569,7 @@ MAY_LEAVE = {
     # A file without a name, for the keys that an operator looks at: as long as its process.
     "tiers/mooncake/mooncake_store.py": {"tempfile"},
     # A process that ends with ours (test_process_tier.py kills ours), and the connection to it.
-    "tiers/child_process.py": {"subprocess"},
+    "tiers/process/child_process.py": {"subprocess"},
     "tiers/process/process_tier.py": {"socket", "multiprocessing"},
     "tiers/process/child.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.

@@ -443,10 +443,11 @@ def test_every_fault_of_a_bad_tier_is_found(fault, monkeypatch):
 
     @given(EXAMPLES)
     @settings(
-        max_examples=300,
+        max_examples=200,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
         derandomize=True,
+        report_multiple_bugs=False,
         database=None,
     )
     def hunt(example: tuple[bool, int, Sequence[Answer]]) -> None:

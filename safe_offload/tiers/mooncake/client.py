@@ -25,9 +25,9 @@ from safe_offload.config.printing import printable
 from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.mapped_files import MappedFile, address_of, find_file, map_new
 from safe_offload.tiers.base import Buffers
-from safe_offload.tiers.child_process import ChildProcess
 from safe_offload.tiers.mooncake import helper
 from safe_offload.tiers.mooncake.settings import ENVIRONMENT
+from safe_offload.tiers.process.child_process import ChildProcess
 
 CONNECT_TIMEOUT_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 30.0

@@ -32,9 +32,9 @@ from safe_offload.errors import ConfigError, ProtocolError
 from safe_offload.layout import HostLayout
 from safe_offload.mapped_files import MappedFile
 from safe_offload.tiers.base import LoggedError, Name, Result
-from safe_offload.tiers.child_process import ChildProcess
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
 from safe_offload.tiers.process.child import LENGTH_BYTES, Setup, framed, length_of, read
+from safe_offload.tiers.process.child_process import ChildProcess
 from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.waiting import outlast
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from safe_offload.errors import ConfigError
-from safe_offload.tiers import child_process
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.process import process_tier
+from safe_offload.tiers.process import child_process, process_tier
 from tests import stopping
 from tests.tiers.process.slots import NUM_SLOTS, Slots
 from tests.tiers.process.test_process_tier import (
