@@ -1,7 +1,7 @@
-"""What a tier is: objects by name, read into host slots and written from them.
+"""The interface of a tier: objects by name, read into host slots and written from them.
 
 An object is one block of one KV cache group of one rank. All methods are coroutines on the event
-loop of the transfers; what blocks (pread, pwrite) runs on threads of the tier's own. Deadlines and
+loop of the transfers; blocking calls (pread, pwrite) run on the tier's own threads. Deadlines and
 circuit breaker are around a tier, not in it.
 """
 
@@ -16,12 +16,12 @@ Buffers = tuple[memoryview, ...]
 """The byte ranges of one host slot, in the order of its segments; writable."""
 
 SINK: Final = memoryview(bytearray(4096))
-"""Where a connection that was given up receives what still comes. Its own memory is freed at once:
-it may be part of a cycle, and a bad server ends many."""
+"""Receives the rest of an aborted connection, whose own memory is freed at once: it may be part of
+a cycle, and a bad server ends many."""
 
 
 class Result(enum.Enum):
-    """What became of one object."""
+    """The outcome of one object."""
 
     DONE = "done"
     """Its bytes are in place."""
@@ -34,24 +34,24 @@ class Result(enum.Enum):
     FOREIGN = "foreign"
     """Its header names another namespace, key, group, rank or version. It was deleted."""
     UNREADABLE = "unreadable"
-    """There is something of that name that cannot be read: permissions, a directory, a link."""
+    """Something of that name cannot be read: permissions, a directory, a link."""
     FULL = "full"
     """There is no room for it."""
     STILL_FULL = "still_full"
-    """There is none, although some was made: the next write would fail too."""
+    """There is still no room, although some was made: the next write would fail too."""
     REFUSED = "refused"
-    """The tier will not take it: it is read-only, or the user may not write."""
+    """The tier refuses it: it is read-only, or the user may not write."""
     FAILED = "failed"
     """The tier failed: an input or output error, a connection that is lost."""
     CANCELLED = "cancelled"
-    """It was given up, before it was begun or before it was there."""
+    """It was cancelled, before it was begun or before it was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What an object is found under; its hash is as vLLM computes it.
+    """The name of an object; its hash is as vLLM computes it.
 
-    `mark`: of one that is written, whose it is (`Tenants.marks`).
+    `mark`: the tenant of an object that is written (`Tenants.marks`).
     """
 
     namespace: bytes
@@ -61,10 +61,10 @@ class Name:
 
 
 class PlaceError(OSError):
-    """A place cannot be used as asked. There is no secret in it.
+    """A place refuses a request, or cannot be reached. Its text contains no secret.
 
     Attributes:
-        fix: what to do, as a sentence without its full stop; empty if that is not known.
+        fix: as a sentence without its full stop; empty if unknown.
         is_down: the place does not answer; it may later.
     """
 
@@ -73,7 +73,7 @@ class PlaceError(OSError):
         self.problem, self.fix, self.is_down = problem, fix, is_down
 
     def said_of(self, label: str) -> str:
-        """Return in a line what is wrong with a place, and the fix."""
+        """Return a line with the problem of a place, and the fix."""
         fix = self.fix or "Check the log of its server"
         return f"{label}: {self.problem}. Fix: {fix[0].lower()}{fix[1:]}."
 
@@ -83,7 +83,7 @@ class LoggedError(OSError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what went wrong in words of ours or the system's, without names of classes."""
+    """Return the reason of an error in our words or the system's, without names of classes."""
     if isinstance(error, PlaceError) or not isinstance(error, OSError):
         return str(error) or type(error).__name__
     where = f" ({error.filename})" if error.filename is not None else ""
@@ -94,14 +94,14 @@ class Tier(Protocol):
     """A place for objects.
 
     Attributes:
-        label: for the log and the metrics; no secret is in it.
+        label: for the log and the metrics; contains no secret.
     """
 
     label: str
 
     @property
     def used_bytes(self) -> int:
-        """Return what it holds; -1 where that is not known."""
+        """Return how much it holds; -1 if unknown."""
 
     @property
     def num_evicted(self) -> int:
@@ -115,17 +115,17 @@ class Tier(Protocol):
         """Return which objects are there; they may be gone when they are fetched.
 
         Raises:
-            OSError: it cannot be asked.
+            OSError: it does not answer.
         """
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Any]) -> list[Result]:
-        """Read objects into slots; what is not DONE may have left anything in its slot.
+        """Read objects into slots; the slot of an object that is not DONE may contain anything.
 
         A slot is its buffers, or its number where the tier is in a process of its own.
 
-        When this returns or raises, nothing writes to the slots any more. Cancelling it gives up
-        the objects that have not been begun, and waits for the others if they cannot be given up:
-        it then returns normally, and those given up are CANCELLED.
+        When this returns or raises, nothing writes to the slots any more. When cancelled, it skips
+        the objects that it has not begun, waits for those that cannot be cancelled, and returns
+        normally; objects that it skipped are CANCELLED.
         """
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Any]) -> list[Result]:
@@ -135,4 +135,4 @@ class Tier(Protocol):
         """
 
     async def close(self) -> None:
-        """Wait for what has begun, and give back what the tier holds; a second call is free."""
+        """Wait for calls in flight, and release what the tier holds; a second call does nothing."""

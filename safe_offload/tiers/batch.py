@@ -16,14 +16,14 @@ _BAD_NAMES_MAX: Final = 100_000
 
 
 class Batch:
-    """The objects of one call, known by their index, and what became of each.
+    """The objects of one call, by index, and the result of each.
 
-    A store moves bytes; what they are worth is judged here, while the next ones come.
+    A store moves bytes; they are judged here, while the next ones arrive.
 
     Attributes:
-        left: what has not been begun.
-        results: CANCELLED for what has not ended.
-        undescribed: namespaces that have lost their description, or never had one.
+        left: objects not begun.
+        results: CANCELLED until an object has ended.
+        undescribed: namespaces without a description.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Batch:
         self._bad_names = bad_names
 
     def take_left(self) -> Iterator[int]:
-        """Yield what has not been begun; several threads may do so at the same time."""
+        """Yield objects not begun; several threads may do so at the same time."""
         while True:
             try:
                 index = self.left.popleft()
@@ -51,12 +51,12 @@ class Batch:
             yield index
 
     def settle(self, indices: Iterable[int], result: Result) -> None:
-        """Note what became of some objects."""
+        """Set the result of some objects."""
         for index in indices:
             self.results[index] = result
 
     def is_bad(self, index: int) -> bool:
-        """Return whether what is there cannot be used, so that it is to be written over."""
+        """Return whether the stored object is unusable, and so must be overwritten."""
         return self.names[index] in self._bad_names
 
     def size_of(self, index: int) -> int:
@@ -70,30 +70,30 @@ class Batch:
         return self._seal.header(self.names[index], self.slots[index])
 
     async def header_async(self, index: int) -> bytes:
-        """Return what `header` does, on another thread if it takes long."""
+        """Return the header, made on another thread if that takes long."""
         return await self._seal.header_async(self.names[index], self.slots[index])
 
     async def whole(self, index: int) -> bytes:
         """Return a copy of an object as it is stored."""
         return b"".join((await self.header_async(index), *self.slots[index]))
 
-    # ---- reading: what came, DONE, CORRUPT or FOREIGN ------------------------------------------
+    # ---- reading: DONE, CORRUPT or FOREIGN -----------------------------------------------------
 
     def begin_digest(self) -> Digest | None:
         """See `Seal.begin_digest`."""
         return self._seal.begin_digest()
 
     def judge(self, index: int, header: bytes, buffers: Sequence[memoryview]) -> Result:
-        """Return what an object is worth, from its header and its bytes."""
+        """Judge an object by its header and its bytes."""
         return self._seal.judge(header, self.names[index], buffers)
 
     async def judge_async(self, index: int, header: bytes, digest: Digest | None = None) -> Result:
-        """Return what `judge` does of the bytes in the slot, on another thread if it takes long."""
+        """Judge the bytes in the slot, on another thread if that takes long."""
         name, slot = self.names[index], self.slots[index]
         return await self._seal.judge_async(header, name, slot, digest)
 
     async def take(self, index: int, stored: bytes | memoryview) -> Result:
-        """Copy an object as it is stored into its slot; return what it is worth."""
+        """Copy an object as it is stored into its slot, and judge it."""
         if len(stored) != self.size_of(index):
             return Result.CORRUPT
         data = memoryview(stored)[HEADER_BYTES:]
@@ -119,7 +119,7 @@ class Calls:
     ) -> None:
         """Return when all workers of a call have ended, however often it is cancelled.
 
-        Each time, and by `close`, `give_up` is called. What workers raise is left to the caller.
+        Each cancellation, and `close`, call `give_up`. The caller looks at what workers raise.
         """
         self._under_way[give_up] = workers
         try:
@@ -128,7 +128,7 @@ class Calls:
             del self._under_way[give_up]
 
     async def close(self) -> None:
-        """Give up all calls, and wait for them; a second call is free."""
+        """Cancel all calls, and wait for them; a second call does nothing."""
         self.is_closed = True
         for give_up in list(self._under_way):
             give_up()
@@ -138,10 +138,10 @@ class Calls:
 
 
 class BadNames(set[Name]):
-    """Names of what can be neither read nor deleted, which is not offered again."""
+    """Names of objects that can be neither read nor deleted, and are not offered again."""
 
     def add(self, name: Name) -> None:
-        """Add a name; all others are forgotten when there are too many."""
+        """Add a name; forget all others if there are too many."""
         if len(self) >= _BAD_NAMES_MAX:
             self.clear()
         super().add(name)

@@ -17,7 +17,7 @@ engines do not retry at the same time."""
 
 
 class BreakerState(enum.Enum):
-    """Of a circuit breaker: in between it is half open."""
+    """Of a circuit breaker; READY and TRYING are half open."""
 
     CLOSED = "closed"
     """Calls go through."""
@@ -57,19 +57,19 @@ class Breaker:
         return f"<Breaker of {self._name}, {self.state.value}>"
 
     def admits(self) -> bool:
-        """Return whether a call may be made; if so, one of the three below must follow."""
+        """Return whether a call may be made; if so, one of the three methods below must follow."""
         if self.state is BreakerState.READY:
             self._become(BreakerState.TRYING)
             return True
         return self.state is BreakerState.CLOSED
 
     def withdraw(self) -> None:
-        """Let the next call be the trial, if the one that was has been given up."""
+        """Make the next call the trial, as the one that was has been cancelled."""
         if self.state is BreakerState.TRYING:
             self._become(BreakerState.READY)
 
     def succeed(self) -> None:
-        """A call has worked."""
+        """Record a call that succeeded."""
         self._num_failures = 0
         if self.state is not BreakerState.CLOSED:
             self._become(BreakerState.CLOSED)
@@ -78,7 +78,7 @@ class Breaker:
             logger.log(level, "%s works again.", self._name)
 
     def fail(self, problem: str, *, is_logged: bool = False) -> None:
-        """A call has failed; `is_logged`: the log has a line about it, with the fix."""
+        """Record a call that failed; `is_logged`: the log has a line about it, with the fix."""
         self._num_failures += 1
         if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
             is_logged = is_logged or self._is_one_of_several()

@@ -1,4 +1,4 @@
-"""Which tier keeps the objects of a place that a user has named, and in which namespace."""
+"""Opens the tier of a place that a user has named, and names its namespace."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from safe_offload.tiers.store import Store
 
 Facts = MutableMapping[str, str]
-"""What the bytes of a rank's objects depend on; complete when a namespace is asked for."""
+"""All that the bytes of a rank's objects depend on; complete when a namespace is named."""
 
 
 def open_store(config: TierConfig, slot_bytes: int = 0) -> Store:
-    """Return the place of a tier, for slots of so many bytes at most, or for an operator.
+    """Return the place of a tier, for slots of at most `slot_bytes`, or for an operator.
 
     The code of a kind is loaded only where there is one.
 
@@ -41,7 +41,7 @@ def make_tier(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> 
 def open_tier(
     config: TierConfig, slot_bytes: int, facts: Facts, make: MakeTier = make_tier
 ) -> tuple[Tier, Callable[[str], bytes]]:
-    """Return the tier of a place, and what makes a namespace of the generation of a message.
+    """Return the tier of a place, and a function from a message's generation to a namespace.
 
     Only the file with its key is read yet; raises as `open_store`.
     """

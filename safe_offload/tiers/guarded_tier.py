@@ -1,4 +1,4 @@
-"""What stands around a tier: a deadline for every call, a circuit breaker for each kind of call.
+"""Guards a tier: a deadline for every call, a circuit breaker for each kind of call.
 
 Reading and writing are judged apart: a file system that has become read-only still serves.
 """
@@ -24,13 +24,13 @@ from safe_offload.tiers.waiting import outlast
 logger = logging.getLogger(f"vllm.{__name__}")
 
 GRACE_S = 1.0
-"""For which a call that is cancelled at its deadline may go on, before it is said to hang."""
+"""How long a call may go on after it was cancelled at its deadline, before it counts as hung."""
 CLOSE_TIMEOUT_S = 2.0
-"""A tier that does not close by then is left behind."""
+"""After that, a tier that does not close is abandoned."""
 NUM_FETCHES, NUM_SPILLS = 2, 1
-"""At a time, in a tier. With two the next fetch is there when one ends."""
+"""In flight in a tier. With two, the next fetch has begun when one ends."""
 CALLS_MAX = 10_000
-"""Calls that are kept until they are taken; vLLM asks after every step."""
+"""Calls kept until they are taken, which vLLM does after every step."""
 
 
 class Operation(enum.Enum):
@@ -43,10 +43,10 @@ class Operation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call to a tier did; 0.0 seconds if it was not made.
+    """One call to a tier; 0.0 seconds if it was not made.
 
     Attributes:
-        results: how many objects came out how; `LEFT_ALONE` if the call was not made.
+        results: number of objects by result; `LEFT_ALONE` if the call was not made.
         size_bytes: of the objects that were read or written.
     """
 
@@ -144,7 +144,7 @@ class GuardedTier:
         return self._num_restarts - before
 
     async def try_out(self) -> None:
-        """Probe until there is an answer, or the log says that the tier cannot work."""
+        """Probe until the tier answers, or the log says that it does not work."""
         name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
         while self._breakers[Operation.PROBE].state is BreakerState.CLOSED:
             if await self.probe([name]) is not None:
@@ -186,10 +186,10 @@ class GuardedTier:
         return found
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Any]) -> Sequence[Result] | None:
-        """Call `Tier.fetch`, and return None if the circuit breaker is open.
+        """Call `Tier.fetch`; return None if the circuit breaker is open.
 
-        However often it is cancelled, nothing writes to the slots when it returns or raises. What
-        is cancelled before an object was done counts as neither success nor failure.
+        However often it is cancelled, nothing writes to the slots when it returns or raises. A
+        call cancelled before any object was done counts as neither success nor failure.
         """
         return await self._move(Operation.FETCH, self.tier.fetch, names, slots)
 
@@ -200,7 +200,7 @@ class GuardedTier:
         return await self._move(Operation.SPILL, self.tier.spill, names, slots)
 
     async def close(self) -> None:
-        """Close the tier, or leave it behind if it takes too long."""
+        """Close the tier, or abandon it if that takes too long."""
         closing = asyncio.get_running_loop().create_task(_run(self.tier.close))
         waited_for = {closing, *self._late_probes}
         for task in self._late_probes:
@@ -277,9 +277,9 @@ class GuardedTier:
         num_objects: int,
         turn: contextlib.ExitStack,
     ) -> tuple[bool, bool]:
-        """Wait for a call to return, however long it takes; return whether it was late, and hung.
+        """Wait for a call to return, however long that takes; return whether it was late, and hung.
 
-        It is cancelled at its deadline, or when the caller is. Its turn ends when it hangs.
+        It is cancelled at its deadline, or with the caller. A hung call loses its turn.
         """
         late_s = asyncio.get_running_loop().time() + self.config.timeout_s
         if await outlast({task}, task.cancel, late_s):
@@ -325,7 +325,7 @@ class GuardedTier:
 
 
 async def _run(call: Callable[..., Any], *args: object) -> Any:
-    """Call a method of a tier; what it raises before it has begun is its coroutine's error too."""
+    """Call a method of a tier; an error before its coroutine exists is raised like any other."""
     return await call(*args)
 
 
@@ -334,7 +334,7 @@ def _is_logged(task: asyncio.Task[Any]) -> bool:
 
 
 def _result_of(task: asyncio.Task[Any], num_names: int, kind: type) -> tuple[list[Any], str]:
-    """Return what a task that has ended says of each name, or nothing and what is wrong with it."""
+    """Return the results of a task that has ended, one for each name, or none and the problem."""
     if task.cancelled():
         return [], "it was cancelled and returned no result"
     if (error := task.exception()) is not None:

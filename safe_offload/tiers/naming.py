@@ -1,12 +1,12 @@
-"""What objects are called, and the header that says what an object is.
+"""The names of objects, and the header that identifies an object.
 
-A *namespace* is a digest of all that the bytes of a block depend on, of the rank too: an engine
-with the same namespace may use the object. Within it an object is found by its group and its key.
-Names of folders and files are hexadecimal digits only, so no key is ever a path.
+A *namespace* is a digest of all that the bytes of a block depend on, including the rank: an engine
+with the same namespace may use the object. Within it, an object is found by its group and its hash.
+Names of folders and files are hexadecimal digits only, so no hash is ever a path.
 
-An object begins with a header of 4 KiB, so that its bytes lie on a page. When it is read, all of
-the header must be the one that is expected of its name and bytes. Objects that are sealed with a
-key have a version of their own (seal.py).
+An object begins with a header of 4 KiB, so its bytes lie on a page. A reader compares the whole
+header with the one expected for the name and the bytes. Objects that are sealed with a key have a
+version of their own (seal.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SEALED_VERSION: Final = 2
 HEADER_BYTES: Final = 4096
 NAMESPACE_BYTES: Final = 16
 NAMESPACES_MAX: Final = 100
-"""That are remembered; each reset may begin another."""
+"""Remembered at most; each reset may begin another."""
 HASH_BYTES_MAX: Final = 64
 DESCRIPTION_FILE: Final = "namespace.json"
 DESCRIPTION_BYTES_MAX: Final = 192 * KIB
-"""That are read of one: anyone may have written it."""
+"""Read of a description at most: anyone may have written it."""
 KEY_BYTES_MAX: Final = 2048
 
 _DEPTH_MAX: Final = 8
@@ -66,7 +66,7 @@ def namespace(facts: Mapping[str, object], generation: str = "") -> bytes:
 
 
 def description(found: bytes, facts: Mapping[str, object]) -> bytes:
-    """Return what lies beside the objects of a namespace, for people to read."""
+    """Return the text that lies beside the objects of a namespace, for people to read."""
     written = {
         "format": FORMAT_VERSION,
         "after_reset": found != namespace(facts),
@@ -100,7 +100,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _is_flat(read: object, depth: int = 0) -> bool:
-    """Return whether what was read can be printed, copied and so on, however that is done."""
+    """Return whether a value is shallow enough for any code that prints or copies it."""
     inside = read.values() if isinstance(read, dict) else read if isinstance(read, list) else ()
     return depth < _DEPTH_MAX and all(_is_flat(each, depth + 1) for each in inside)
 
@@ -154,19 +154,19 @@ def version_of(found: bytes) -> int:
 
 
 def length_of(found: bytes) -> int:
-    """Return how many bytes a header of any version says that its object has."""
+    """Return the number of bytes of the object by its header, of any version."""
     length_bytes: int = _FIELDS.unpack_from(found)[5]
     return length_bytes
 
 
 def is_sealed(found: bytes) -> bool:
-    """Return whether the header of an object says that it was sealed with a key."""
+    """Return whether an object was sealed with a key, by its header."""
     return version_of(found) == SEALED_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says: of which object, and how long its bytes are without the header."""
+    """The fields of a header: the object, and the length of its bytes without the header."""
 
     name: Name
     length_bytes: int
@@ -174,7 +174,7 @@ class Header:
 
     @classmethod
     def read(cls, found: bytes) -> Header | None:
-        """Return what a header says; None if it is none, or of another version."""
+        """Return the fields of a header; None if it is none, or of another version."""
         if len(found) < HEADER_BYTES:
             return None
         magic, version, group_idx, ns_bytes, key_bytes, length, digest = _FIELDS.unpack_from(found)
@@ -187,10 +187,10 @@ class Header:
 
 
 def compare(found: bytes, expected: bytes, name: Name) -> Result:
-    """Return what an object is worth, from its header and the one that would be right.
+    """Judge an object by its header and the expected one.
 
-    DONE, FOREIGN if it says that it is another object, or CORRUPT. How long it takes does not tell
-    how much of the header is right.
+    DONE, FOREIGN if the header names another object, or CORRUPT. The time that this takes does not
+    reveal how much of the header is right.
     """
     if hmac.compare_digest(found, expected):
         return Result.DONE

@@ -1,10 +1,11 @@
-"""What is written before the bytes of an object, and what they are worth when they come back.
+"""The seal of an object: the header before its bytes, by which they are judged when they are read.
 
-Without a key a header has the XXH3 of the bytes: it finds damage, but an attacker can compute it.
-With a key the last 64 bytes of the header are the BLAKE3 of the bytes, and the HMAC-SHA256 of all
-of the header before it: without the key nothing can be written that is accepted.
+Without a key, the header contains the XXH3 of the bytes, which detects damage, but which an
+attacker can compute. With a key, the last 64 bytes of the header are the BLAKE3 of the bytes and
+the HMAC-SHA256 of the preceding header: nobody without the key can write an object that is
+accepted.
 
-Engines with different keys, or none, have namespaces of their own, and do not see or delete each
+Engines with different keys, or none, have namespaces of their own, and neither see nor delete each
 other's objects.
 """
 
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 KEY_BYTES_MIN: Final = 32
 FACT: Final = "seal"
-"""Name of the fact that says which key the objects of a namespace are sealed with."""
+"""Name of the fact with the key of a namespace's objects."""
 NOT_CHECKED: Final = "it is sealed with a key: not checked"
 
 _KEY_FILE_BYTES_MAX: Final = 4096
@@ -56,7 +57,7 @@ _MAKE_ONE: Final = (
 
 
 class Digest(Protocol):
-    """The digest of bytes that come piece by piece."""
+    """A digest of bytes that arrive piece by piece."""
 
     def update(self, piece: memoryview, /) -> None:
         """Add the next bytes."""
@@ -72,7 +73,7 @@ class Seal:
         key: KEY_BYTES_MIN random bytes or more; none if empty.
 
     Attributes:
-        facts: added to those of a namespace. They help to guess the key no more than any object.
+        facts: added to those of a namespace. They reveal no more of the key than any object.
     """
 
     def __init__(self, key: bytes = b"") -> None:
@@ -87,20 +88,20 @@ class Seal:
         return self._header(name, *self._digest(buffers))
 
     def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
-        """Return what an object is worth, from the header and bytes that came: see `compare`."""
+        """Judge an object by the header and bytes that were read: see `compare`."""
         return naming.compare(found, self.header(name, buffers), name)
 
     async def header_async(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
-        """Return what `header` does, on another thread if it takes long.
+        """Return the header, made on another thread if that takes long.
 
         When this returns or raises, nothing reads the buffers any more.
         """
         return await self._off_loop(buffers, self.header, name, buffers)
 
     def begin_digest(self) -> Digest | None:
-        """Return what takes the bytes of an object while they are in the processor's cache.
+        """Return a digest to update while the bytes of an object are in the processor's cache.
 
-        None with a key: its digest takes longer, and is made in another thread.
+        None with a key: that digest takes longer, and is made on another thread.
         """
         return None if self._key else self._new_digest()
 
@@ -111,16 +112,19 @@ class Seal:
         buffers: Sequence[memoryview],
         digest: Digest | None = None,
     ) -> Result:
-        """Return what `judge` does, as `header_async`; `digest` is that of the bytes, if made."""
+        """Judge an object as `judge`, off the loop as `header_async`.
+
+        `digest`: of the bytes, if it was made while they arrived.
+        """
         if digest is not None:
             length_bytes = sum(buffer.nbytes for buffer in buffers)
             return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
         return await self._off_loop(buffers, self.judge, found, name, buffers)
 
     def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
-        """Return what is wrong with an object, for people to read; empty if all is well.
+        """Return the problem of an object, for people to read; empty if there is none.
 
-        NOT_CHECKED if only a key could tell.
+        NOT_CHECKED if the check needs a key.
         """
         if naming.is_sealed(found) and not self._key:
             return NOT_CHECKED

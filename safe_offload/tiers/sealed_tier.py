@@ -1,4 +1,4 @@
-"""A store as a tier: objects are sealed, judged, and not offered again if they cannot be used."""
+"""A store as a tier: seals objects, judges them, and never offers unusable ones again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SealedTier:
 
     Args:
         store: is closed by `close`.
-        facts: of its namespaces (naming.py), written down beside the objects.
+        facts: of its namespaces (naming.py), stored beside the objects.
     """
 
     num_restarts = 0
@@ -131,7 +131,7 @@ class SealedTier:
         await self._describe({n.namespace for n, r in done if r is Result.DONE}, batch.undescribed)
 
     def _note(self, batch: Batch) -> None:
-        """Note what cannot be used, and what can be again."""
+        """Remember which objects are unusable, and which are usable again."""
         if not self._bad_names and _NOT_SAID.issuperset(batch.results):
             return
         for name, result in zip(batch.names, batch.results, strict=True):
@@ -143,7 +143,7 @@ class SealedTier:
                     self._bad_names.add(name)
 
     async def _describe(self, namespaces: set[bytes], undescribed: set[bytes]) -> None:
-        """Write down what namespaces are, once, or before that is gone."""
+        """Store the description of namespaces, once, and again before it expires."""
         now_s = asyncio.get_running_loop().time()
         for namespace in namespaces:
             if self._describe_at_s.get(namespace, 0.0) > now_s and namespace not in undescribed:

@@ -1,4 +1,4 @@
-"""What a kind of place does: verbs for many objects at a time.
+"""The interface of a kind of place: verbs for many objects at a time.
 
 A kind is one class, and one line in `config.tiers.KINDS`. It moves bytes and keeps no promise about
 them: above it one tier seals and judges (sealed_tier.py), and one withholds (guarded_tier.py). The
@@ -36,9 +36,9 @@ class Item(NamedTuple):
     """An object that was found.
 
     Attributes:
-        key: where it is, as the place itself calls it.
-        name: what its header must say; None if no object is found there.
-        used_at_s: when it was last used, since 1970; 0 if that is not known.
+        key: its name in the place.
+        name: that its header must contain; None if no object is found there.
+        used_at_s: when it was last used, since 1970; 0 if unknown.
         is_temporary: it is being written, or was when its writer died.
     """
 
@@ -57,16 +57,16 @@ class Store(ABC):
     `get` and `put` do not raise: they log the failure, and note it as the result of each object.
 
     Args:
-        config: of the tier; the place is not asked for anything before it is first used.
+        config: of the tier; nothing is requested from the place before it is first used.
         slot_bytes: of the largest slot; 0 for an operator, who gets and puts nothing.
 
     Attributes:
-        label: for the log and the metrics; no secret is in it.
+        label: for the log and the metrics; contains no secret.
         log: takes failures; `SealedTier` logs what verbs raise.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
         place_id: of the finding that the place can be used.
         piece_bytes: that `read` returns at most.
-        used_bytes: what it holds; -1 where that is not known.
+        used_bytes: of what it holds; -1 if unknown.
         num_evicted: objects that this process has deleted to keep its capacity.
     """
 
@@ -88,29 +88,29 @@ class Store(ABC):
 
     @abstractmethod
     async def get(self, batch: Batch) -> None:
-        """Read the objects that are left of a batch into their slots, and note each result.
+        """Read the objects that are left of a batch into their slots, and set each result.
 
-        What is not DONE may have left anything in its slot. Cancelled, it begins no other object;
-        when it ends, nothing touches the slots any more.
+        The slot of an object that is not DONE may contain anything. When cancelled, it begins no
+        other object; when it ends, nothing touches the slots any more.
         """
 
     @abstractmethod
     async def put(self, batch: Batch) -> None:
         """Write the objects that are left of a batch, each whole or not at all; ends as `get`.
 
-        What is there is PRESENT, unless it is bad.
+        An object that is already there is PRESENT, unless it is bad.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        """Delete objects; return which were there, or all of them if the place does not say."""
+        """Delete objects; return which existed, or True for all if the place does not say."""
 
     @abstractmethod
     async def describe(self, namespace: bytes, text: bytes) -> float:
-        """Write down what a namespace is; return for how many seconds that stays."""
+        """Store the description of a namespace; return how many seconds it stays."""
 
     async def close(self) -> None:  # noqa: B027 - not every place holds something
-        """Give back what is held; a second call is free."""
+        """Release what is held; a second call does nothing."""
 
     # ---- operators -----------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Store(ABC):
 
     @abstractmethod
     def walk(self, namespace: str = "") -> AsyncIterator[list[Item]]:
-        """Yield every object, or those of a namespace; what vanishes meanwhile is passed over."""
+        """Yield every object, or those of a namespace; skip what vanishes meanwhile."""
 
     @abstractmethod
     async def read(self, key: str, start: int, length: int) -> bytes:
@@ -135,10 +135,10 @@ class Store(ABC):
         return True
 
     async def recount(self) -> None:  # noqa: B027 - most places count by themselves
-        """Let engines know what is there, after an operator has deleted some of it."""
+        """Update the count that engines share, after an operator has deleted objects."""
 
     async def forget(self, namespaces: Sequence[str]) -> None:
-        """Delete what else there is of namespaces whose objects are gone."""
+        """Delete the rest of namespaces whose objects are gone."""
         await self.delete([self.description_key(name) for name in namespaces])
 
     async def diagnose(self) -> list[Finding]:

@@ -1,7 +1,7 @@
-"""One probe of several tiers: all at once, but for a head start of the nearer ones.
+"""One probe of several tiers, concurrent but for a head start of the nearer ones.
 
-Far tiers are slow, and each request to an object store is paid for. So the next tier is asked only
-when a nearer one lacks something, or has not answered within its head start.
+Far tiers are slow, and each request to an object store costs money. So the next tier is probed only
+when a nearer one lacks a block, or has not answered within its head start.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from safe_offload.tiers.guarded_tier import GuardedTier
 
 HEAD_START_S = 0.02
-"""Within it a tier on this machine or near it answers for 5,600 blocks."""
+"""Long enough for a tier on this machine, or near it, to answer for 5,600 blocks."""
 WAIT_SHARE = 2
-"""Once something is found, others are waited for at most this part of their `wait_s`: there must be
-time left to fetch it."""
+"""Once a block is found, the probe waits for other tiers at most this part of their `wait_s`, which
+leaves time to fetch it."""
 
 
 class TieredProbe:
-    """Finds out which blocks are in which tier; it belongs to the loop's thread.
+    """Finds which blocks are in which tier; it belongs to the loop's thread.
 
     Args:
         guarded_tiers: the tiers, nearest first.
         keys: group and hash of each block.
-        late: gets the tasks that go on when this has ended; they take themselves out.
+        late: holds the tasks that outlive this probe, until they end.
 
     Attributes:
         tiers: see `Presence.tiers`.
@@ -53,7 +53,7 @@ class TieredProbe:
         return f"<TieredProbe for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
 
     async def run(self) -> None:
-        """Ask; return when all is found, or nothing more is worth waiting for."""
+        """Probe; return when all blocks are found, or no other answer is worth waiting for."""
         if len(self._guarded_tiers) == 1:
             await self._ask(1)
             return
@@ -97,13 +97,13 @@ class TieredProbe:
                 self.tiers[place] = number
 
     def _take_answers(self) -> None:
-        """Forget the tasks that have ended; what one of them raised is raised here."""
+        """Forget the tasks that have ended; raise what one of them raised."""
         for task in [task for task in self._asking if task.done()]:
             del self._asking[task]
             task.result()
 
     def _until_s(self) -> float:
-        """Return how long the tiers that are asked are waited for."""
+        """Return until when to wait for the tiers that have not answered."""
         if not any(self.tiers):
             return math.inf  # each has a deadline of its own
         numbers = self._asking.values()
@@ -116,9 +116,9 @@ class TieredProbe:
         return self._begin_s + wait_s
 
     def _release(self) -> None:
-        """Cancel the tasks of tiers that are not needed, and let the others go on.
+        """Cancel probes that are not needed, and let the others go on.
 
-        They are judged at their own deadlines, or a tier that hangs would not be noticed.
+        They are judged at their own deadlines; otherwise a tier that hangs would go unnoticed.
         """
         is_all_found = not self._missing()
         farthest = max(self.tiers, default=0)

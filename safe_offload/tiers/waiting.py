@@ -1,4 +1,4 @@
-"""Waiting for what may touch host memory: until it has ended, whatever is cancelled meanwhile."""
+"""Waits for work that may touch host memory until it has ended, despite cancellations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ async def outlast(
 ) -> bool:
     """Wait until futures have ended; a cancellation meanwhile calls `give_up`, and is not raised.
 
-    Their slots may be granted again only when they have ended, so that a task that was cancelled,
-    once or several times, waits on.
+    Their slots may be granted again only when they have ended, so a cancelled task waits on.
 
     Args:
         until_s: of the event loop's clock.

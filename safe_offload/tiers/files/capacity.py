@@ -1,18 +1,18 @@
-"""How much a directory may hold, kept by all processes that share it together.
+"""The capacity of a directory, enforced together by all processes that share it.
 
-`usage` says how many bytes are taken. A process takes some of them ahead, under a `flock` that it
-holds for microseconds, and writes objects into what it has taken. So the directory never holds more
-than `usage` says, which is never more than the limit. What a killed process had taken ahead stays
-taken until the next count. A process without a limit takes what it writes as well, so that those
-with one know of it.
+The file `usage` contains the number of bytes reserved. A process reserves some ahead, under a
+`flock` that it holds for microseconds, and writes objects into its reservation. So the directory
+never holds more than `usage` says, which is never more than the limit. The reservation of a killed
+process lasts until the next count. A process without a limit reserves what it writes as well, for
+those with one.
 
 When little is left, one process counts the objects and evicts the least recently used; with
-tenants, those of the tenants most over quota first (`_payments`). It holds
-`evict.lock`, which the kernel frees with its process. A count sees only what has been written, so
-it makes void what was taken ahead before (the generation in `usage`).
+tenants, those of the tenants most over quota first (`_payments`). It holds `evict.lock`, which the
+kernel releases with its process. A count sees only what has been written, so it voids all
+reservations made before (the generation in `usage`).
 
-When the file system is full, a batch is evicted, and `evict.lock` says what was there afterwards.
-If no more than that is there when it is full again, others have taken the room: nothing is evicted.
+When the file system is full, a batch is evicted, and `evict.lock` records what was left. If no more
+than that is there when it is full again, others have taken the room: nothing is evicted.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _UNDIVIDED: Final[Mapping[int, int]] = {}
 
 
 class Usage(NamedTuple):
-    """What the file `usage` says.
+    """The content of the file `usage`.
 
     Attributes:
-        generation: how often the directory was counted; what was taken in another one is void.
-        taken_bytes: objects, and what processes took ahead.
+        generation: number of counts; reservations of another generation are void.
+        taken_bytes: objects, and reservations of processes.
     """
 
     generation: int
@@ -80,7 +80,7 @@ class Usage(NamedTuple):
 
     @classmethod
     def read(cls, usage_fd: int) -> Usage | None:
-        """Return what the file says; None if that cannot be trusted."""
+        """Return the content of the file; None if it is damaged."""
         pair = _read_pair(usage_fd)
         return None if pair is None else cls(*pair)
 
@@ -91,7 +91,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a count found and did: orphans are temporaries, which were deleted."""
+    """The result of a count; orphans are old temporary files, which were deleted."""
 
     held_bytes: int
     num_evicted: int = 0
@@ -104,7 +104,7 @@ class CapacityShare:
 
     Args:
         limit_bytes: of all processes together; None for no limit.
-        shares: returns by mark what part of what stays is guaranteed, in parts of `WHOLE`.
+        shares: returns the guaranteed share of each mark, in parts of `WHOLE`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class CapacityShare:
         self.used_bytes = -1
 
     def take(self, root_fd: int, size_bytes: int) -> int | None:
-        """Take room for a file; return what `settle` is to be told, or None if there is no room.
+        """Reserve room for a file; return the generation for `settle`, or None if there is no room.
 
         Raises:
             OSError: the directory cannot be written, or its file system has no `flock`.
@@ -133,9 +133,9 @@ class CapacityShare:
             return _UNCOUNTED if self._limit_bytes is None else None
 
     def settle(self, root_fd: int, size_bytes: int, generation: int) -> None:
-        """Make sure that a file is counted that has its name now; raise as `take`.
+        """Make sure that a file, now renamed, is counted; raise as `take`.
 
-        A count that began since its room was taken may have missed it, or not: it is added.
+        A count that began since its room was reserved may have missed it, or not: it is added.
         """
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             usage = Usage.read(usage_fd)
@@ -146,11 +146,11 @@ class CapacityShare:
                 Usage(usage.generation, usage.taken_bytes + size_bytes).write(usage_fd)
 
     def is_too_small_for(self, size_bytes: int) -> bool:
-        """Return whether a file is larger than all that may be there."""
+        """Return whether a file is larger than the whole capacity."""
         return self._limit_bytes is not None and size_bytes > self._limit_bytes
 
     def wants_count(self, *, is_refused: bool = False) -> bool:
-        """Return whether to count (`keep`): little is left, or a write was refused.
+        """Return whether to count (`keep`), as little is left, or a write was refused.
 
         Not if the last count has just made no room.
         """
@@ -188,7 +188,7 @@ class CapacityShare:
             return True
 
     def _grant(self, taken_bytes: int, size_bytes: int) -> int:
-        """Return how much may be taken: that and some ahead, or that; 0 if it is too much."""
+        """Return how much to reserve: some ahead, or just `size_bytes`; 0 if that is too much."""
         limit_bytes = self._limit_bytes
         if limit_bytes is None:  # ahead, so little that others with a limit have theirs
             known_bytes = taken_bytes if taken_bytes < _UNKNOWN_BYTES else 0
@@ -199,7 +199,7 @@ class CapacityShare:
         return got_bytes if got_bytes <= left_bytes else 0
 
     def _locked(self, usage_fd: int) -> bool:
-        """Lock `usage`; without a limit of ours, writing goes on where that is not possible."""
+        """Lock `usage`; return False if that is impossible and we have no limit."""
         try:
             _lock(usage_fd)
         except OSError:
@@ -209,10 +209,10 @@ class CapacityShare:
         return True
 
     def keep(self, root_fd: int, *, is_disk_full: bool = False) -> Kept | None:
-        """Call `keep` with the limit, and note what has become of the room.
+        """Call `keep` with the limit, and record how much room there is.
 
         Returns:
-            What was done; None if another process was at it, which has been waited for.
+            The result of the count; None if another process counted, for which this has waited.
         """
         kept, has_room = None, False
         try:
@@ -234,7 +234,7 @@ class CapacityShare:
                 self._room.notify_all()
 
     def close(self, root_fd: int) -> None:
-        """Give back to the others what was taken ahead; raise as `take`."""
+        """Release the reservation; raise as `take`."""
         with self._lock:
             if self._ahead_bytes <= 0:
                 return
@@ -254,13 +254,13 @@ def keep(
     is_disk_full: bool = False,
     shares: Mapping[int, int] = _UNDIVIDED,
 ) -> Kept | None:
-    """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
+    """Count the objects, delete orphans, and evict if there is more than EVICT_FROM of the limit.
 
     Args:
-        is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
+        is_disk_full: evict a batch in any case, unless the last one has made no room.
 
     Returns:
-        What was done; None if another process is at it.
+        The result; None if another process counts.
 
     Raises:
         OSError: the directory cannot be written, or its file system has no `flock`.
@@ -292,7 +292,7 @@ def keep(
 
 
 class _LastBatch:
-    """What `evict.lock` says of the last batch that was evicted for a full file system."""
+    """The record in `evict.lock` of the last batch that was evicted for a full file system."""
 
     def __init__(self, lock_fd: int) -> None:
         self._lock_fd = lock_fd
@@ -303,10 +303,10 @@ class _LastBatch:
         self._held_bytes, self._evicted_bytes = last or (0, 0)
 
     def next_bytes(self, held_bytes: int) -> int:
-        """Return how much to evict now that the file system is full again.
+        """Return how much to evict, as the file system is full again.
 
-        If others have more than half of the room that the last batch has made, one object an hour,
-        to find out whether that has changed.
+        If others have taken more than half of the room that the last batch made, one object an
+        hour, to find out whether that has changed.
         """
         if held_bytes >= self._held_bytes + self._evicted_bytes // 2:
             return held_bytes - int(EVICT_TO * held_bytes)
@@ -327,7 +327,7 @@ def _target(held_bytes: int, limit_bytes: int | None, before: Usage) -> int:
 
 
 def _begin_count(usage_fd: int) -> Usage:
-    """Make void what was taken ahead; nothing can be taken while it is not known what is."""
+    """Void all reservations; return the usage before."""
     _lock(usage_fd)
     usage = Usage.read(usage_fd)
     if usage is None:
@@ -338,7 +338,7 @@ def _begin_count(usage_fd: int) -> Usage:
 
 
 def _end_count(usage_fd: int, before: Usage, held_bytes: int) -> None:
-    """Write down what is there, and what has been taken since the count began."""
+    """Write the bytes held, and those reserved since the count began."""
     _lock(usage_fd)
     usage = Usage.read(usage_fd) or before
     taken_since = max(usage.taken_bytes - before.taken_bytes, 0)
@@ -346,9 +346,9 @@ def _end_count(usage_fd: int, before: Usage, held_bytes: int) -> None:
 
 
 def _payments(held: Mapping[int, int], excess: int, shares: Mapping[int, int]) -> dict[int, int]:
-    """Return how much of the excess goes of what each mark holds: none of its share of what stays.
+    """Return by mark how much of the excess to evict: nothing of a mark's share of the rest.
 
-    Shares are at most all of it together, so what is above them is always enough.
+    Shares are at most the whole together, so what exceeds them is always enough.
     """
     kept = sum(held.values()) - excess
     above = [n - shares.get(mark, 0) * kept // WHOLE for mark, n in held.items()]
@@ -375,7 +375,7 @@ class _Files:
         return sum(self._sizes)
 
     def due(self, excess_bytes: int, shares: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """Return by mark up to which time of use files must go, the oldest first, and how much."""
+        """Return by mark up to which time of use to evict files, the oldest first, and how much."""
         if excess_bytes <= 0:
             return {}
         sizes, used_at = (np.array(n, dtype=np.int64) for n in (self._sizes, self._used_at))
@@ -393,7 +393,7 @@ class _Files:
 
 
 def _count(root_fd: int) -> tuple[int, _Files]:
-    """Sweep orphans; return how many there were, and the other files."""
+    """Delete orphans; return their number, and the other files."""
     files, num_orphans = _Files(), 0
     orphan_before_ns = time.time_ns() - int(ORPHAN_AGE_S * 1e9)
     for file, folder_fd in walk(root_fd):
@@ -407,7 +407,7 @@ def _count(root_fd: int) -> tuple[int, _Files]:
 def _evict(
     root_fd: int, due: Mapping[int, tuple[int, int]], shares: Mapping[int, int]
 ) -> tuple[int, int]:
-    """Delete of each mark what was used least recently, until all is gone that is due of it."""
+    """Delete the least recently used files of each mark, until all that is due is gone."""
     num_evicted, gone_bytes = 0, Counter[int]()
     for file, folder_fd in walk(root_fd):
         mark = file.mark if file.mark in shares else 0
@@ -421,7 +421,7 @@ def _evict(
 
 @contextmanager
 def _opened(name: str, root_fd: int) -> Iterator[int]:
-    """Open one of the two files, if it is ours; closing it gives up its lock."""
+    """Open one of the two files, if it is ours; closing it releases its lock."""
     uids = (os.geteuid(), os.fstat(root_fd).st_uid)
     try:
         opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
@@ -442,7 +442,7 @@ def _opened(name: str, root_fd: int) -> Iterator[int]:
 
 
 def _read_pair(file_fd: int) -> tuple[int, int] | None:
-    """Return two numbers; None if they are not there, or not whole."""
+    """Return two numbers; None if they are missing or damaged."""
     found = os.pread(file_fd, _PAIR_BYTES + 1, 0)
     fields = found[: _PAIR.size]
     if len(found) != _PAIR_BYTES or found[_PAIR.size :] != _digest(fields):
@@ -462,7 +462,7 @@ def _digest(fields: bytes) -> bytes:
 
 
 def _await_other_count(root_fd: int) -> bool:
-    """Wait, a short time at most, until no process counts; return whether that is so."""
+    """Wait briefly until no process counts; return whether none does."""
     with _opened(LOCK_FILE, root_fd) as lock_fd:
         try:
             _lock(lock_fd, _PATIENCE_S)
@@ -475,7 +475,7 @@ def _lock(file_fd: int, patience_s: float | None = None) -> None:
     """Lock a file; `usage` is held by others for microseconds.
 
     Raises:
-        OSError: another has held it for long, and may be stopped; or there is no `flock`.
+        OSError: another process holds it for long, and may be stopped; or there is no `flock`.
     """
     give_up_at_s = time.monotonic() + (_LOCK_PATIENCE_S if patience_s is None else patience_s)
     while True:

@@ -5,9 +5,10 @@
     ROOT/NAMESPACE/namespace.json   what the namespace is, for people
     ROOT/usage, ROOT/evict.lock     see capacity.py
 
-No descriptor is kept between jobs, so the file system can be unmounted while it is in use. What is
-opened is judged by its descriptor, so that it cannot be swapped in between: on the way to the root
-what others cannot replace, below it what is ours, and no link (docs/guides/security.md).
+No descriptor is kept between jobs, so the file system can be unmounted while it is in use. A folder
+is checked by its descriptor, so it cannot be swapped in between: on the way to the root, others
+must not be able to replace it; below the root, it must be ours, and no link
+(docs/guides/security.md).
 
 Source: open(2) (O_PATH, O_NOFOLLOW), proc_pid_fdinfo(5), Linux (PROC_PID_INIT_INO, proc_ns.h).
 """
@@ -44,7 +45,7 @@ class Stored(NamedTuple):
     Attributes:
         size_bytes: as `size_on_disk` has it.
         used_at_ns: when it was last read or written, since 1970.
-        mark: whose it is, see `marked_ns`.
+        mark: its tenant, see `marked_ns`.
     """
 
     namespace: str
@@ -61,9 +62,9 @@ class Stored(NamedTuple):
 
 
 def marked_ns(written_at_ns: int, mark: int) -> int:
-    """Return the time of modification of an object: its microseconds are the mark of its tenant.
+    """Return the time of modification of an object, whose microseconds are the mark of its tenant.
 
-    So a count needs no more than what it reads of each file. Elsewhere it is left as it is.
+    So a count needs nothing but the times of each file, which it reads anyway.
     """
     return written_at_ns - written_at_ns % 10**9 + mark * 1000
 
@@ -74,12 +75,12 @@ def _mark_of(modified_at_ns: int) -> int:
 
 
 def size_on_disk(length_bytes: int) -> int:
-    """Return what a file takes of the capacity: whole pages."""
+    """Return how much of the capacity a file takes: whole pages."""
     return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class NotOursError(PermissionError):
-    """What others could fill or replace is not used: what it is, whose, and how to mend it."""
+    """A file or folder that others could fill or replace is refused; says whose, and the fix."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(errno.EPERM, f"{problem}. Fix: {fix}")
@@ -99,7 +100,7 @@ def open_our_root(path: str, uid: int, *, make: bool = False) -> int:
         path: absolute; links on the way are followed if they are safe.
 
     Raises:
-        NotOursError: of something on the way that is not safe.
+        NotOursError: a step on the way is not safe.
         OSError: it cannot be opened or made.
     """
     left = _steps(path)
@@ -200,7 +201,7 @@ def _mount_of(opened_fd: int) -> str:
 
 
 def path_of(opened_fd: int) -> str:
-    """Return the path of what has been opened, for messages."""
+    """Return the path of a descriptor, for messages."""
     try:
         return os.readlink(f"/proc/self/fd/{opened_fd}")
     except OSError:
@@ -214,7 +215,7 @@ def open_folder(name: str, parent_fd: int) -> int:
 
 @contextlib.contextmanager
 def opened_folder(name: str, parent_fd: int) -> Iterator[int | None]:
-    """Open a folder as `open_folder`; None if there is none of that name, but a link, say."""
+    """Open a folder as `open_folder`; None if there is none, or a link in its place."""
     try:
         folder_fd = open_folder(name, parent_fd)
     except OSError as error:
@@ -249,9 +250,9 @@ def make_folder(name: str, parent_fd: int) -> bool:
 
 
 def require_ours(opened_fd: int, *uids: int) -> None:
-    """Refuse a folder or file of others; take back what they may do in ours.
+    """Refuse a folder or file of other users; revoke their permissions on ours.
 
-    Volumes of Kubernetes with an fsGroup are given to a group each time that they are mounted.
+    Kubernetes gives volumes with an fsGroup to a group each time it mounts them.
 
     Raises:
         NotOursError: see `refusal`.
@@ -264,7 +265,7 @@ def require_ours(opened_fd: int, *uids: int) -> None:
 
 
 def refusal(found: os.stat_result, where: int | str, uids: Sequence[int]) -> NotOursError | None:
-    """Return why a folder or file is not used; None if it is ours, and a file has no other name.
+    """Return why a folder or file is refused; None if it is ours, and a file has no other name.
 
     `where` is its path or descriptor; the first of `uids` is for the message.
     """
@@ -296,7 +297,7 @@ def mount_point_of(path: str) -> str:
 def walk(root_fd: int, only: str = "") -> Iterator[tuple[Stored, int]]:
     """Yield every file of every namespace, or of one, with a descriptor of its folder.
 
-    What cannot be opened, and what vanishes meanwhile, is passed over. Anything but a file is too.
+    Skip what cannot be opened, what vanishes meanwhile, and anything but a file.
     """
     names = [only] if only else os.listdir(root_fd)
     for namespace, namespace_fd in _folders(root_fd, filter(is_namespace_folder, names)):
@@ -335,7 +336,7 @@ def _files(namespace: str, folder: str, folder_fd: int) -> Iterator[Stored]:
 
 
 def remove(file: str, folder_fd: int) -> bool:
-    """Delete a file; return whether it was there, and not a folder in its place."""
+    """Delete a file; return whether it existed, and was no folder."""
     try:
         os.unlink(file, dir_fd=folder_fd)
     except (FileNotFoundError, IsADirectoryError):
@@ -344,5 +345,5 @@ def remove(file: str, folder_fd: int) -> bool:
 
 
 def rename(file: str, to: str, folder_fd: int) -> None:
-    """Give a file another name in its folder, in place of what has it."""
+    """Rename a file within its folder, replacing what has that name."""
     os.rename(file, to, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)

@@ -1,8 +1,7 @@
 """A directory as a store: one file for each object, shared by all processes that name it.
 
-An object is written to a temporary file of its own and renamed, so that it is there whole or not at
-all; a crash of the machine may leave a torn one, which its header shows. Files are not synced: this
-is a cache.
+An object is written to a temporary file and renamed, so it exists whole or not at all; a crash of
+the machine may leave a torn one, which its header shows. Files are not synced: this is a cache.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 SWEEP_EVERY_S: Final = 3600.0
 PATIENCE_S: Final = 30.0
-"""With an engine that evicts while an operator wants to."""
+"""How long an operator waits for an engine that evicts."""
 
 _PAUSE_S: Final = 0.1
 
@@ -72,7 +71,7 @@ Work = Callable[["_Visit", Batch, int], Result]
 class FileStore(Store):
     """See `Store`.
 
-    Reading, writing and asking have threads of their own, so that none waits for another.
+    Reads, writes and queries have threads of their own, so none waits for another.
 
     Raises:
         ConfigError: the system refuses a thread, or the file of tenants cannot be used.
@@ -230,7 +229,7 @@ class FileStore(Store):
             visit.describe(namespace, text)
 
     def _work_off(self, batch: Batch, work: Work) -> None:
-        """Do objects of a batch until none is left."""
+        """Work off a batch."""
         rest = Result.FAILED
         try:
             with _Visit(self._place) as visit:
@@ -257,7 +256,7 @@ class FileStore(Store):
         return Result.REFUSED if is_refused else Result.FAILED
 
     def _make_room(self, error: OSError, num_counts: int) -> Result:
-        """A write found the file system full: evict a batch, once until a write works again."""
+        """Evict a batch, as a write found the file system full; once until a write succeeds."""
         began_after_count = self._capacity.num_counts == num_counts and not self._is_counting
         if began_after_count and self._has_made_room:
             self.log.no_help(error)
@@ -315,7 +314,7 @@ class FileStore(Store):
         return Result.DONE
 
     def _take(self, root_fd: int, size_bytes: int) -> int | None:
-        """Take room for an object; wait for one eviction if there is none."""
+        """Reserve room for an object; wait for one eviction if there is none."""
         capacity = self._capacity
         if capacity.is_too_small_for(size_bytes):
             return None
@@ -330,7 +329,7 @@ class FileStore(Store):
         return taken
 
     def _want_count(self, *, is_disk_full: bool = False) -> None:
-        """Have the directory counted soon, once at a time."""
+        """Schedule a count of the directory, one at a time."""
         with self._keep_lock:
             if self._is_closed:
                 return
@@ -346,7 +345,7 @@ class FileStore(Store):
                 self._is_counting = False
 
     def _count_while_wanted(self) -> None:
-        """Count; then again if that was wanted after the count had ended."""
+        """Count; then again if one was requested after the count had ended."""
         while self._is_counting:
             self._wanted_after = -1
             self._count(is_disk_full=self._has_made_room)
@@ -376,10 +375,10 @@ class FileStore(Store):
 
 
 class _Place:
-    """The directory: made when it is first used, and again if it was removed.
+    """The directory, created when it is first used, and again if it was removed.
 
-    If what is mounted there is unmounted, the tier fails until it is back: nothing is written to
-    the file system below.
+    After its file system is unmounted, the tier fails until it is back: nothing is written to the
+    file system below.
     """
 
     def __init__(self, path: str, label: str) -> None:
@@ -441,7 +440,7 @@ class _Visit:
         os.close(self.root_fd)
 
     def has(self, name: Name) -> bool:
-        """Return whether there is something of that name that can be read."""
+        """Return whether something of that name can be read."""
         path = "/".join(naming.path_of(name))
         return self.enter(name.namespace) and os.access(path, os.R_OK, dir_fd=self._namespace_fd)
 
@@ -456,7 +455,7 @@ class _Visit:
         return self._folder_fds[name]
 
     def enter(self, namespace: bytes) -> bool:
-        """Open the folder of a namespace; return whether there is one."""
+        """Open the folder of a namespace; return whether it exists."""
         if namespace == self._namespace:
             return True
         self._leave_namespace()
@@ -469,7 +468,7 @@ class _Visit:
         return True
 
     def make_folder(self, name: Name, folder: str) -> bool:
-        """Make one of the 256 folders; return whether its namespace has to be described."""
+        """Make one of the 256 folders; return whether its namespace lacks a description."""
         self._leave_namespace()  # it may have been removed
         make_folder(naming.namespace_folder(name.namespace), self.root_fd)
         if not self.enter(name.namespace):
@@ -499,7 +498,7 @@ class _Visit:
 
 
 class _Log(RareLog):
-    """Says what went wrong, each kind at most once a minute."""
+    """Adds the fix for an error of the file system."""
 
     def failure(self, error: OSError) -> None:
         if self.is_due(error.errno):
@@ -528,7 +527,7 @@ class _Log(RareLog):
 def open_ours(path: str, uid: int = -1, *, make: bool = False) -> tuple[int, int]:
     """Return a descriptor of the root, and which user we are there; raise as `open_our_root`.
 
-    A file server may map root to another user, so it is asked before all is given up.
+    A file server may map root to another user, so a new file shows who we are before it is refused.
     """
     uid = os.geteuid() if uid < 0 else uid
     try:
@@ -559,12 +558,12 @@ _numbers: Final = itertools.count()
 
 
 def _temporary_name() -> str:
-    """Return a name that no other thread, process or machine uses."""
+    """Return a name that is unique among threads, processes and machines."""
     return f"{TEMPORARY_PREFIX}{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
 
 
 def _is_there(file: str, folder_fd: int, file_bytes: int) -> bool:
-    """Return whether an object need not be written, which counts as a use of it."""
+    """Return whether an object is there already; if so, this counts as a use of it."""
     try:
         found = os.stat(file, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:

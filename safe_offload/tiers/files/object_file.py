@@ -1,8 +1,8 @@
 """Reads and writes the file of one object, on a thread that may block.
 
-Past the page cache (O_DIRECT) the kernel moves the bytes straight between device and slot: its own
-copy would take more time of the CPU than all else. It asks for addresses and lengths on the
-boundaries of the device's sectors. Slots that do not lie on them go through a buffer of the thread.
+With O_DIRECT, the kernel moves the bytes straight between device and slot, past the page cache: its
+own copy would take more CPU time than everything else. Addresses and lengths must be aligned to the
+device's sectors; other slots go through a buffer of the thread.
 
 Source: open(2) (O_DIRECT, O_NOFOLLOW), readv(2), Linux.
 """
@@ -133,7 +133,7 @@ class ObjectFiles:
         os.ftruncate(file_fd, size_bytes)
 
     def _whole(self, size_bytes: int) -> memoryview:
-        """Return a buffer of this thread for an object with its header, in whole pages."""
+        """Return a buffer of this thread for an object with its header, of whole pages."""
         size_bytes = size_on_disk(size_bytes)
         if self._own.whole.nbytes < size_bytes:
             largest_bytes = size_on_disk(HEADER_BYTES + self._slot_bytes)
@@ -143,7 +143,7 @@ class ObjectFiles:
 
 
 class _OfThread(threading.local):
-    """Memory of one thread, on pages: for a header, and for a whole object once it needs that."""
+    """Page-aligned memory of one thread: for a header, and for a whole object once needed."""
 
     def __init__(self) -> None:
         self.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
@@ -180,7 +180,7 @@ def _try_to_make(file: str, folder_fd: int, flags: int = 0) -> int:
 
 
 def _touch(file_fd: int, found: os.stat_result) -> None:
-    """Note that a file was used, if that was not noted lately."""
+    """Update the time of use of a file, unless it is recent."""
     now_ns = time.time_ns()
     if now_ns - found.st_atime_ns > TOUCH_AFTER_NS:
         try:

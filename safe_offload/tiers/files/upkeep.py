@@ -1,6 +1,6 @@
-"""The directory of a file tier as operators look at it: what is there, read and deleted.
+"""The directory of a file tier for operators: lists, reads and deletes.
 
-No link is followed, and nothing is taken for ours that is not called as ours.
+It follows no link, and touches nothing without a name of ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def items(root_fd: int, namespace: str) -> Iterator[Item]:
 
 
 def read(key: str, start: int, length: int, root_fd: int) -> bytes:
-    """Return bytes of a file; what is only looked at need not stay in memory."""
+    """Return bytes of a file, and drop them from the page cache."""
     with _folder_of(key, root_fd) as (folder_fd, file):
         _require_file(file, folder_fd)
         file_fd = os.open(file, _READ_FLAGS, dir_fd=folder_fd)
@@ -50,13 +50,13 @@ def read(key: str, start: int, length: int, root_fd: int) -> bytes:
 
 
 def _require_file(file: str, folder_fd: int) -> None:
-    """Refuse anything but a file: merely to open a device or a pipe may do something."""
+    """Refuse anything but a file: opening a device or a pipe may have effects."""
     if not stat.S_ISREG(os.stat(file, dir_fd=folder_fd, follow_symlinks=False).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def delete(key: str, root_fd: int) -> bool:
-    """Delete a file; return whether it was there."""
+    """Delete a file; return whether it existed."""
     try:
         with _folder_of(key, root_fd) as (folder_fd, file):
             return remove(file, folder_fd)
@@ -65,11 +65,11 @@ def delete(key: str, root_fd: int) -> bool:
 
 
 def remove_folders(namespace: str, root_fd: int) -> None:
-    """Remove of a namespace all but its files, and its description when there are none.
+    """Remove the rest of a namespace: all but its files; without files, its description too.
 
-    What only stands where something of ours belongs goes as well: links, not what they lead to,
-    pipes, empty folders. What is in a folder in the place of a file stays, and what has a name of
-    its own beside the 256 folders.
+    This includes links (not their targets), pipes and empty folders in the place of something of
+    ours. It leaves the content of a folder in the place of a file, and other names beside the 256
+    folders.
     """
     with opened_folder(namespace, root_fd) as namespace_fd:
         if namespace_fd is None:
@@ -88,7 +88,7 @@ def remove_folders(namespace: str, root_fd: int) -> None:
 
 
 def remove_strange(name: str, parent_fd: int | None) -> None:
-    """Remove what is no file: an empty folder, a link, a pipe."""
+    """Remove anything but a file: an empty folder, a link, a pipe."""
     try:
         mode = os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):

@@ -1,7 +1,7 @@
 """The store of a Mooncake master, through a process that can be killed (`helper.py`).
 
-Bytes move between the store and host memory directly where that is a `MappedFile`, which the
-process maps too; others are copied through one of the call's own.
+Bytes move directly between the store and host memory that is a `MappedFile`, which the process maps
+too; other memory is copied through a `MappedFile` of the channel's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from safe_offload.tiers.process.child_process import ChildProcess
 
 CONNECT_TIMEOUT_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 30.0
-"""For which a call may take; its process is then killed."""
+"""How long a call may take, before its process is killed."""
 ANSWER_BYTES_MAX: Final = 1 << 20
 HELPER: Final = helper.__file__
 
@@ -40,19 +40,19 @@ NO_ROOM: Final = -200
 INVALID: Final = -600
 NOT_FOUND: Final = -704
 ABSENT: Final = (NOT_FOUND, -703, -707)
-"""Not there, not written yet, its lease has expired."""
+"""The object does not exist, is not written yet, or its lease has expired."""
 _HARMLESS: Final = (NO_ROOM, INVALID, *ABSENT, *helper.NO_MASTER)
 
 
 class Client:
     """Calls to a store; any thread may make them, and waits for the answer.
 
-    A process is started when there is none. When it fails in a way that may leave a transfer under
-    way, it is killed: all its calls fail then, and no byte moves after they have returned.
+    A call starts the process if there is none. A failure that may leave a transfer in flight kills
+    the process: all its calls fail, and no byte moves after they have returned.
 
     Args:
         segment_bytes: of memory that the process gives to the store.
-        num_calls: at a time; more of them wait.
+        num_calls: in flight; others wait.
 
     Every call raises OSError if there is no answer.
     """
@@ -86,12 +86,12 @@ class Client:
         return self._call("delete", keys)
 
     def kill(self) -> None:
-        """Kill the process, unless it is starting: calls under way fail when it has ended."""
+        """Kill the process, unless it is starting: calls in flight fail when it has ended."""
         if (process := self._process) is not None and process.is_ready:
             process.kill()
 
     def close(self) -> None:
-        """End the process; no call is under way, and none comes."""
+        """End the process; no call is in flight, and none follows."""
         if (process := self._process) is not None:
             with contextlib.suppress(OSError), process.channel() as channel:
                 if self._segment_bytes:  # else the master misses nothing
@@ -161,7 +161,7 @@ class _Channel:
     def move(
         self, verb: str, keys: Sequence[str], slots: Sequence[Buffers], *more: object
     ) -> list[int]:
-        """Get or put objects; bytes that are in no such file are copied."""
+        """Get or put objects; bytes outside mapped files are copied."""
         buffers = [[(address_of(each), each.nbytes) for each in slot if each] for slot in slots]
         found = {at: find_file(at[0]) for slot in buffers for at in slot}
         copied = [at for at, file in found.items() if file is None]
@@ -213,7 +213,7 @@ class _Process(ChildProcess):
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[_Channel]:
-        """Yield a channel that nobody else uses; an error ends the process."""
+        """Yield a channel for exclusive use; an error ends the process."""
         channel = self._channels.get()
         try:
             yield channel
@@ -233,9 +233,9 @@ class _Process(ChildProcess):
 
 
 def _joined(places: Sequence[tuple[MappedFile, int, int]]) -> list[tuple[int, int, int]]:
-    """Return ranges as the process knows them: number of a file, offset, length.
+    """Return ranges as the process identifies them: number of a file, offset, length.
 
-    Those that follow each other are one: Mooncake moves each alone.
+    Adjacent ranges are joined, as Mooncake moves each alone.
     """
     found: list[tuple[int, int, int]] = []
     for file, address, length in places:
@@ -248,7 +248,7 @@ def _joined(places: Sequence[tuple[MappedFile, int, int]]) -> list[tuple[int, in
 
 
 def setup_arguments(config: MooncakeConfig, segment_bytes: int) -> tuple[object, ...]:
-    """Return what a client is set up with; raise OSError if its master is away."""
+    """Return the arguments that set a client up; raise OSError if its master is unreachable."""
     place = config.location
     with socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S) as connection:
         here = os.environ.get("VLLM_HOST_IP") or connection.getsockname()[0]

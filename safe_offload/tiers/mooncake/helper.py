@@ -1,10 +1,10 @@
-"""The process that a client of Mooncake Store runs in, for `client.Client`.
+"""The process of a client of Mooncake Store, for `client.Client`.
 
-A client may write to the target of a read after the read has failed and returned, keep the GIL
-while it is set up and closed, or hang (0.3.13.post1). This process can be killed, and what it would
-still write goes with it. It ends with the process that started it, in whose group it stays. It runs
-as a script that imports nothing of the package, so it starts in a tenth of a second. Its arguments
-are its title and the descriptors of channels, each of which carries one call at a time.
+A client may write to the target of a read after the read has failed and returned, hold the GIL
+while it is set up and closed, or hang (0.3.13.post1). Killing this process ends its writes. It ends
+with the process that started it, in whose group it stays. It runs as a script that imports nothing
+of the package, so it starts in a tenth of a second. Its arguments are its title and the descriptors
+of channels, each of which carries one call at a time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from multiprocessing.reduction import recv_handle
 from typing import Any, Final
 
 REGISTERED_BYTES: Final = 1 << 30
-"""Of host memory that is registered at a time, when a slot in it is first used."""
+"""Of host memory registered at once, when a slot in it is first used."""
 NICE: Final = 5
 """A thread that calls the client polls until its bytes have moved; the threads that move them, and
 the engine's, go first."""
 PAUSE_S: Final = 0.0006
 RANGE_BYTES: Final = 100 << 10
-"""Over TCP, a range costs as much, beside its bytes, as copying so many. Objects of smaller ones
-are moved as one range, through memory of this process."""
+"""Over TCP, a range costs as much as copying so many bytes. Objects of smaller ranges are moved as
+one range, through memory of this process."""
 FAILED: Final = -800
 NO_MASTER: Final = (-900, -901)
 """Codes of calls that the master does not answer."""
@@ -80,12 +80,12 @@ class Memory:
 
 
 class Room(threading.local):
-    """Memory of a thread's own, registered, that objects of small ranges go through."""
+    """Registered memory of one thread, through which objects of small ranges are moved."""
 
     address, size_bytes = 0, 0
 
     def take(self, store: Any, size_bytes: int) -> int:
-        """Return the address of so many bytes, until the next call."""
+        """Return the address of `size_bytes`, valid until the next call."""
         if size_bytes > self.size_bytes:
             if self.size_bytes:
                 store.unregister_buffer(self.address)
@@ -97,7 +97,7 @@ class Room(threading.local):
 
 
 class Helper:
-    """The client and the memory it uses; its methods are the calls that come over channels."""
+    """The client and the memory it uses; its methods are the calls that channels carry."""
 
     def __init__(self, store: Any, engine: Any) -> None:
         self._store = store
@@ -117,7 +117,7 @@ class Helper:
         return code or self._store.setup(here, metadata, *more, self._engine.get_engine())
 
     def open(self, number: int, num_descriptors: int, channel: Connection) -> None:
-        """Map a file, whose descriptors come next: the first, and what stays open meanwhile."""
+        """Map a file by the first descriptor that follows; the others stay open meanwhile."""
         descriptor, *_ = (recv_handle(channel) for _ in range(num_descriptors))
         self._memories[number] = Memory(descriptor)
 
@@ -137,8 +137,8 @@ class Helper:
     def get(self, keys: Sequence[str], objects: Sequence[Ranges]) -> Any:
         """See `Client.get`.
 
-        A client's own read polls on a core until all has come: over TCP its transfer engine is
-        asked for what is in memory, and looked at now and then.
+        A client's own read polls on a core until all bytes have arrived: over TCP, its transfer
+        engine reads what is in memory, and is polled now and then.
         """
         addresses, lengths, copies = self.moved(objects)
         replicas = self._store.batch_get_replica_desc(keys) if self._is_tcp else {}
@@ -194,15 +194,15 @@ class Helper:
         return self._store.batch_remove(keys, True)
 
     def close(self) -> None:
-        """Take the memory of this process out of the store."""
+        """Withdraw the memory of this process from the store."""
         self._store.close()
 
     def moved(
         self, objects: Sequence[Ranges]
     ) -> tuple[list[list[int]], list[list[int]], dict[int, list[tuple[int, int, int]]]]:
-        """Return what `places` does, with one range for an object of small ones.
+        """Return `places`, but one range for an object of small ones.
 
-        For each of these: address of a piece, where it is in that range, length.
+        And for each of these the copies: address of a piece, address in that range, length.
         """
         addresses, lengths = self.places(objects)
         if not self._is_tcp:
@@ -218,7 +218,7 @@ class Helper:
         return addresses, lengths, copies
 
     def places(self, objects: Sequence[Ranges]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return addresses and lengths of what objects are read into, or written from."""
+        """Return addresses and lengths of the memory of objects."""
         addresses: list[list[int]] = [[] for _ in objects]
         lengths: list[list[int]] = [[] for _ in objects]
         for index, ranges in enumerate(objects):
@@ -230,13 +230,13 @@ class Helper:
 
 
 def register(store: Any, address: int, length: int) -> None:
-    """Let a client move bytes to and from memory; OSError if it refuses."""
+    """Register memory with a client; raise OSError if it refuses."""
     if code := store.register_buffer(address, length):
         raise OSError(f"{length} bytes of host memory cannot be registered (code {code})")
 
 
 def step_back() -> None:
-    """Let other threads go before this one."""
+    """Lower the priority of this thread."""
     os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread alone
 
 

@@ -1,9 +1,9 @@
 """Mooncake Store as a place: objects go from and to host slots, over RDMA or TCP.
 
-An object is a header and the bytes of a slot, as ranges of one object of the store. Calls block, so
-they are made on threads of its own. What the master evicts, and what was in the memory of an engine
-that has ended, is absent. Clients cannot list keys: the pages of the master do. Neither says when
-an object was used.
+A header and the bytes of a slot are the ranges of one object of the store. Calls block, so threads
+make them. Objects that the master has evicted, or that were in the memory of an engine that has
+ended, are absent. Clients cannot list keys: the pages of the master do. Neither knows when an
+object was used.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from safe_offload.tiers.waiting import outlast
 CHUNK_OBJECTS: Final = 256
 READ_BYTES: Final = 16 << 20
 WRITE_BYTES: Final = 32 << 20
-"""Of one call to the store, about: what has not been begun when a batch is given up is left. A
-write asks the master three times; a read is judged while the next one comes."""
+"""Of one call to the store, about: a cancelled batch ends with the calls in flight. A write takes
+three round trips to the master; a read is judged while the next one arrives."""
 JOBS: Final = 3
-"""Of a batch at a time: while two move bytes, one computes checksums."""
+"""Threads for a batch: while two move bytes, one computes checksums."""
 MOVERS: Final = (NUM_FETCHES + NUM_SPILLS) * JOBS
 MOVES: Final = 2
-"""Calls at a time: each of them polls until its bytes have moved, which takes a core."""
+"""Calls in flight: each polls until its bytes have moved, which takes a core."""
 ASKERS: Final = 2
 GRACE_S: Final = 0.9
-"""For which a call that was given up may go on, before its process is killed: a little less than
+"""How long a cancelled call may go on, before its process is killed: a little less than
 `guarded_tier.GRACE_S`."""
 DESCRIBED_S: Final = 600.0
-"""Until when the master may have evicted a description, or was restarted."""
+"""By then the master may have evicted a description, or restarted."""
 PAGES_PORT: Final = 9003
 PAGES_TIMEOUT_S: Final = 10.0
 PAGES_WHOLE_S: Final = 120.0
@@ -53,7 +53,7 @@ PAGES_BYTES_MAX: Final = 512 * MIB
 PAGES_LINE_BYTES_MAX: Final = 16 * MIB
 PAGES_PIECE_BYTES: Final = 64 << 10
 OBJECT_BYTES_MAX: Final = 256 * MIB
-"""Of what an operator reads, at once: anyone may have written objects of any length."""
+"""Of an object that an operator reads: anyone may have written objects of any length."""
 
 Work = Callable[[Batch, Sequence[int]], None]
 
@@ -61,8 +61,8 @@ Work = Callable[[Batch, Sequence[int]], None]
 class MooncakeStore(Store):
     """See `Store`.
 
-    One process (`Client`) gives memory to the store, asks and deletes. Another one moves bytes, and
-    is killed when a transfer fails or hangs, which takes nothing from the store.
+    One process (`Client`) gives memory to the store, queries and deletes. Another one moves bytes,
+    and is killed when a transfer fails or hangs, which takes nothing from the store.
 
     Raises:
         ConfigError: a package or a device is missing, or the system refuses a thread.
@@ -151,7 +151,7 @@ class MooncakeStore(Store):
         self._home.close()
 
     def _work_off(self, work: Work, bytes_max: int, batch: Batch) -> None:
-        """Do objects of a batch, a chunk at a time, until none is left."""
+        """Work off a batch, a chunk at a time."""
         chunk: Sequence[int] = ()
         try:
             while chunk := list(_chunk_of(batch, bytes_max)):
@@ -176,8 +176,8 @@ class MooncakeStore(Store):
             batch.results[index] = result
 
     def _result_of(self, key: str, code: int, length: int) -> Result:
-        """Return what became of an object of which other bytes came than expected."""
-        # What an object of another length is answered with may mean any other failure, too.
+        """Return the result of a read that did not return the expected length."""
+        # The code for an object of another length may mean any other failure, too.
         size_bytes = code if code in ABSENT else self._home.sizes([key])[0]
         if size_bytes in ABSENT:
             return Result.ABSENT
@@ -232,7 +232,7 @@ class MooncakeStore(Store):
         return bytes(found[start : start + length])
 
     async def _keys(self) -> Iterator[bytes]:
-        """Return the keys of ours, from a file: nobody knows how many there are."""
+        """Return our keys, from a file: their number has no bound."""
         await self._ask(self._home.has, [naming.PREFIX])  # without a master there are no pages
         page = f"{self._pages}/get_all_keys"
         try:
@@ -260,7 +260,7 @@ def _no_master(error: OSError) -> PlaceError:
 
 
 def _save_keys(page: str) -> IO[bytes]:
-    """Return a file with those keys of a page that are ours, one in a line.
+    """Return a file with our keys of a page, one per line.
 
     Raises:
         OSError, HTTPException: it cannot be read, does not end, or there is no room for the file.
@@ -285,7 +285,7 @@ def _save_keys(page: str) -> IO[bytes]:
 
 
 def _chunk_of(batch: Batch, bytes_max: int) -> Iterator[int]:
-    """Yield what one call moves of the objects that have not been begun."""
+    """Yield the objects of the next call, of those not begun."""
     size_bytes = 0
     for count, index in enumerate(batch.take_left(), start=1):
         yield index

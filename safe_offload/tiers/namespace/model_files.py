@@ -1,10 +1,10 @@
-"""Which files a model has on this machine, and a digest of what is in them.
+"""The files of a model on this machine, and a digest of their content.
 
 Everything below a model's folder counts, by name and whole content, unless it is proven not to
-matter: `NOT_READ` and `NOT_ENTERED`. What may not be what was loaded is a doubt.
+matter: `NOT_READ` and `NOT_ENTERED`. A file that may differ from what was loaded is a doubt.
 
-Reading takes a second for 2 GB, so digests are kept between starts (kept_digests.py). Files of the
-hub have theirs as the name of their blob.
+Reading takes a second for 2 GB, so digests are kept between starts (kept_digests.py). The blob of a
+file of the hub is named by its digest.
 
 Source: git's racy-git.txt; huggingface_hub 2.4, file_download.py, `_create_symlink`.
 """
@@ -31,22 +31,22 @@ NOT_READ: Final = {
     "LICENSE": "for people",
     ".gitattributes": "tells git which files are large",
 }
-"""Files at the top of a model's folder that change nothing of what it computes, and why."""
+"""Files at the top of a model's folder that do not change what it computes, and why."""
 
 NOT_ENTERED: Final = {
     ".git": "git's own copies of what lies beside it",
     ".cache": "when the hub's client downloaded what lies beside it",
     "..": "and all that begins so: versions of a Kubernetes volume, reached by links, which count",
 }
-"""Names below a model's folder of what no loader opens, and why."""
+"""Names below a model's folder that no loader opens, and why."""
 
 NUM_FILES_MAX: Final = 5000
 NUM_DOUBTS_MAX: Final = 4
 CHUNK_BYTES: Final = 1 << 20
 NICE: Final = 10
-"""Of each thread that reads (Linux): a tenth of the CPU that others get, so that it still ends."""
+"""Of each reading thread (Linux): a tenth of the CPU that others get, so it still ends."""
 RACY_NS: Final = 2_000_000_000
-"""A file may change twice in one tick of its clock: what has just changed is not kept."""
+"""A file may change twice in one tick of its clock: no digest of a recent change is kept."""
 TICK_NS: Final = 20_000_000
 """How far apart the stamps of a folder and of a file that was made in it may be."""
 LINKED_WITHIN_NS: Final = 10_000_000_000
@@ -70,12 +70,12 @@ class ModelPlace:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the files of a model contain.
+    """The digest of the files of a model.
 
     Attributes:
         digest: of all names and contents; empty if there are no files.
-        doubts: why that may not be what was loaded.
-        read_bytes: how much of the size had to be read.
+        doubts: why the files may differ from what was loaded.
+        read_bytes: the part of the size that had to be read.
     """
 
     digest: str
@@ -131,9 +131,10 @@ def _changed(path: str) -> str:
 
 
 def find_files(place: ModelPlace, since_ns: int) -> tuple[str, dict[str, str], list[str]]:
-    """Return where a model is, its files by relative name, and doubts about changes since a time.
+    """Return the folder of a model, its files by relative name, and doubts about changes since
+    then.
 
-    Without a model that is here, only doubts.
+    Without a model on this machine, only doubts.
     """
     listing = _Listing(since_ns)
     root = ""
@@ -192,8 +193,8 @@ class FileDigests:
     """SHA-256 of whole files, read once and kept between starts (see `KeptDigests`).
 
     Args:
-        threads: that read at the same time, a file each.
-        since_ns: what changed since then is doubted; the start of this process if not given.
+        threads: number of concurrent readers, a file each.
+        since_ns: later changes are doubts; the start of this process if not given.
         clock_ns: the time since 1970.
     """
 
@@ -211,9 +212,9 @@ class FileDigests:
         self._clock_ns = clock_ns
 
     def digest(self, place: ModelPlace, cancelled: Callable[[], bool]) -> Found | None:
-        """Return what the files of a model contain; None if cancelled. Never raises.
+        """Return the digest of the files of a model; None if cancelled. Never raises.
 
-        `cancelled` is asked between chunks, by several threads.
+        Several threads call `cancelled` between chunks.
         """
         root, files, doubts = find_files(place, self._since_ns)
         if not files:
@@ -276,12 +277,12 @@ class FileDigests:
 
 
 def _stamp(now: os.stat_result) -> Stamp:
-    """Return what differs if a file was changed: an editor can keep all of it but the last."""
+    """Return what identifies a version of a file: an editor can keep all of it but the last."""
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _untouched_blob(path: str, link: os.stat_result, now: os.stat_result) -> str:
-    """Return the name of a blob of the hub's that was not touched since it was linked, or "".
+    """Return the name of a blob of the hub that was not touched since it was linked, or "".
 
     The hub's client makes the link when the blob is complete.
     """

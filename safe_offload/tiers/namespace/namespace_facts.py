@@ -1,9 +1,9 @@
 """The facts behind a namespace: all that the bytes of this rank's blocks depend on.
 
-An engine with the same facts may use the objects, so a fact left out is a wrong answer, and one too
-many only a miss: everything counts but what is known not to matter. What files hold is learned in
-the background; before that there is no namespace. Where the facts do not say what a process
-computes, its objects are not shared with other engines.
+An engine with the same facts may use the objects, so a missing fact is a wrong answer, a
+superfluous one only a miss: everything counts unless it is known not to matter. The content of
+files is learned in the background; before that, there is no namespace. If the facts do not
+determine what a process computes, its objects are not shared with other engines.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FOREIGN_CODE: Final = re.compile(rb'"([\w.-]+/[\w.-]+)--[\w.]+"')
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Why the facts may not say what an engine computes.
+    """Why the facts may not determine what an engine computes.
 
     Attributes:
-        may_be_vouched_for: `model_version` of a tier says what could not be read.
+        may_be_vouched_for: `model_version` of a tier stands for what could not be read.
     """
 
     text: str
@@ -55,13 +55,13 @@ class Learned:
 
 @dataclass(slots=True)
 class NamespaceFacts:
-    """What the bytes of a rank's blocks depend on.
+    """All that the bytes of a rank's blocks depend on.
 
     Attributes:
-        facts: by name; complete when what was learned of the files has been taken.
-        doubts: likewise; none if the facts say what the engine computes.
-        places: whose files count, by name.
-        required: names of those without which it is not known what the engine computes.
+        facts: by name; complete when the facts of files have been taken.
+        doubts: likewise; none if the facts determine what the engine computes.
+        places: of files that count, by name.
+        required: names of places without which the facts do not determine what it computes.
     """
 
     facts: dict[str, str]
@@ -70,19 +70,19 @@ class NamespaceFacts:
     required: Set[str] = frozenset()
 
     def facts_of(self, tier: TierConfig) -> MutableMapping[str, str]:
-        """Return what makes the namespace in a tier; it grows with `facts`."""
+        """Return the facts of the namespace in a tier; they grow with `facts`."""
         words = {"namespace": tier.namespace, "model_version": tier.model_version}
         return ChainMap(words, self.facts)
 
     def doubts_of(self, tier: TierConfig) -> tuple[str, ...]:
-        """Return why nothing in a tier can be another engine's, or of this one's next start."""
+        """Return why a tier's objects cannot be shared with other engines or later starts."""
         is_vouched_for = bool(tier.model_version)
         return tuple(
             doubt.text for doubt in self.doubts if not (is_vouched_for and doubt.may_be_vouched_for)
         )
 
     def learn(self, is_cancelled: Callable[[], bool]) -> Learned | None:
-        """Return what the files hold, None if cancelled; it takes as long as reading them."""
+        """Return the facts in the files, None if cancelled; takes as long as reading them."""
         begin_s = time.monotonic()
         digests = FileDigests(os.path.join(engine_config.cache_root(), KEPT_FOLDER))
         facts: dict[str, str] = {}
@@ -116,9 +116,9 @@ class NamespaceFacts:
 def namespace_facts_of(
     vllm_config: Any, kv_cache_config: Any, geometry: Geometry, copy_rank: int
 ) -> NamespaceFacts:
-    """Return what the blocks of a rank depend on; the model must have been loaded.
+    """Return all that the blocks of a rank depend on; the model must have been loaded.
 
-    `copy_rank` is the first of the ranks that hold the same.
+    `copy_rank` is the first of the ranks that hold the same blocks.
     """
     facts, named, unclear = engine_facts(vllm_config, engine_config.variable_names())
     doubts = [Doubt(f"{path} cannot be compared with another engine's") for path in unclear]
@@ -177,7 +177,7 @@ def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:
 
 
 def _commit_of(revision: str | None) -> str | None:
-    """Return the commit of a revision where vLLM has found it out (0.32, repo_utils.py)."""
+    """Return the commit of a revision if vLLM has resolved it (0.32, repo_utils.py)."""
     return getattr(revision, "resolved", None) or revision
 
 
@@ -192,7 +192,7 @@ def _code_repositories(place: ModelPlace) -> list[str]:
 
 
 def _place(geometry: Geometry, segment: Segment) -> tuple[int, int]:
-    """Return where in a slot a segment is, in bytes, and its length; one of several joined ones."""
+    """Return the offset of a segment in a slot, and its length, both in bytes."""
     at = 0
     for joined in geometry.segments:
         inside = segment.offset_bytes - joined.offset_bytes

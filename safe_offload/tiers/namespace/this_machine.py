@@ -1,7 +1,7 @@
-"""What names the bytes of a rank's blocks on this machine, without reading the model's files.
+"""The name of the bytes of a rank's blocks on this machine, without reading the model's files.
 
-Which file it is and when it last changed, by the kernel's stamps, says as much here as a digest of
-what is in it says everywhere.
+On one machine, the identity of a file and the kernel's time of its last change determine its
+content as well as a digest does elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 
 
 def name_here(facts: NamespaceFacts, more: dict[str, str]) -> tuple[str, list[str]]:
-    """Return a name that only engines have which compute the same, and doubts about that.
+    """Return a name that only engines which compute the same have, and doubts about that.
 
     It is the same for all ranks of an engine.
 

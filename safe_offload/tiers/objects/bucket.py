@@ -1,9 +1,9 @@
-"""The bucket of a tier as obstore opens it, and what its errors mean.
+"""The bucket of a tier as obstore opens it, and the meaning of its errors.
 
-Credentials are found where those of the cloud's own tools are: in the environment, in the role of
-the machine or pod, and for S3 in the files that `aws configure` writes, if boto3 is installed.
+Credentials come from where the cloud's own tools find them: the environment, the role of the
+machine or pod, and for S3 the files of `aws configure`, if boto3 is installed.
 
-obstore's texts are never shown: they have urls that may be signed, and what the server says.
+obstore's texts are never shown: they contain urls that may be signed, and text of the server.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Problem(enum.Enum):
 
 
 class StoreError(PlaceError):
-    """A request has met a problem. It has no cause, whose text might hold secrets.
+    """A request has failed. It has no cause, as the text of that might contain secrets.
 
     Args:
         action: of the request, such as "read".
         error: what obstore raised.
-        absent: what it means if there is no such object.
+        absent: the meaning of "there is no such object".
     """
 
     def __init__(
@@ -113,7 +113,7 @@ def open_store(config: BucketConfig, environment: Mapping[str, str] = os.environ
 
     Args:
         config: of the tier; its path is ahead of all names.
-        environment: only to see whether credentials are in it; obstore reads the process's own.
+        environment: is searched for credentials; obstore reads that of the process.
 
     Raises:
         ConfigError: obstore is missing or cannot use what it was given, or a profile is named that
@@ -156,7 +156,7 @@ def open_store(config: BucketConfig, environment: Mapping[str, str] = os.environ
 
 
 def _provider_of_files(config: BucketConfig, environment: Mapping[str, str]) -> Any:
-    """Return what reads the credentials that `aws configure` has written; None if not needed."""
+    """Return a reader of the credentials of `aws configure`; None if it is not needed."""
     if any(environment.get(variable) for variable in _GIVEN_TO_S3):
         return None
     profile = environment.get("AWS_PROFILE")
@@ -194,7 +194,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def fix_for(problem: Problem, scheme: str) -> str:
-    """Return what to do about a problem, as a sentence without its full stop."""
+    """Return the fix for a problem, as a sentence without its full stop."""
     seek = _SEEK[scheme].removesuffix(".")
     if problem is Problem.DENIED:
         return f"Allow reads, writes and deletes below the tier's url; check {seek}"
@@ -210,7 +210,7 @@ def fix_for(problem: Problem, scheme: str) -> str:
 
 
 def shown(error: BaseException) -> str:
-    """Return what may be said of an error: its type, the status and the code of the answer."""
+    """Return the parts of an error that may be shown: type, status and code of the answer."""
     status, code = _answer_of(error)
     parts = [type(error).__name__]
     if status:
@@ -221,7 +221,7 @@ def shown(error: BaseException) -> str:
 
 
 def _answer_of(error: BaseException) -> tuple[int | None, str]:
-    """Return the HTTP status in an error and the code that the store gives, as far as there are."""
+    """Return the HTTP status in an error and the code of the store, if there are any."""
     text = str(error)[:_TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     return int(status[1]) if status else None, (code[1] or code[2] or code[3] if code else "")

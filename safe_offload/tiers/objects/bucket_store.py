@@ -1,13 +1,13 @@
 """A bucket of an object store: S3 and what speaks like it, Google's and Azure's.
 
-obstore sends the requests, on threads of its own. An object is put in one request, so that it is
-there whole or not at all. What is written is copied from the slot before; what is read is copied
-into it when all has come, in the loop's thread. Nothing is tried a second time.
+obstore sends the requests, on threads of its own. One request puts an object, so it exists whole or
+not at all. A write copies the slot first; a read is copied into it when all bytes have arrived, on
+the loop's thread. There are no retries.
 
-A bucket is trusted as far as its certificate says who it is: obstore follows redirects, and reads
-the text of an error whole, however long that is.
+A bucket is trusted by its certificate: obstore follows redirects, and reads the text of an error
+however long it is.
 
-A store says when an object was written, not when it was last read: that stands in its place.
+A store reports when an object was written, not when it was last read; that is used instead.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from safe_offload.tiers.waiting import outlast
 logger = logging.getLogger(f"vllm.{__name__}")
 
 LEAVE_S: Final = 0.25
-"""So long the requests of a batch that is given up may go on; then they are given up too."""
+"""How long the requests of a cancelled batch may go on before they are cancelled too."""
 
 ABSENT_S: Final = 60.0
-"""So long an object is not offered that was not there when it was fetched."""
+"""How long an object is not offered that was absent when it was fetched."""
 
 _NAMES_MAX: Final = 1 << 16
 _SKIPPING: Final = ("s3", "gs")
-"""Schemes of stores that list names in order, from any on."""
+"""Schemes of stores that list names in order, from any name on."""
 
 _ABSENT: Final = (Problem.NOT_FOUND,)
 _REFUSALS: Final = {Problem.FULL: Result.FULL, Problem.DENIED: Result.REFUSED}
@@ -78,7 +78,7 @@ class BucketStore(Store):
     # ---- engines ------------------------------------------------------------------------------
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
-        """See `Store.has`; asks at most `REQUESTS_MAX` times."""
+        """See `Store.has`; sends at most `REQUESTS_MAX` requests."""
         unknown = [name for name in names if name not in self._seen]
         found = dict(zip(unknown, await find_present(unknown, self._ask), strict=True))
         now_s = time.monotonic()
@@ -118,7 +118,7 @@ class BucketStore(Store):
         self._store = None
 
     async def _run(self, work: Work, batch: Batch, connection: Connection) -> None:
-        """Do the objects of a batch some at a time, until it is given up or too many fail."""
+        """Work off a batch, until it is cancelled or too many objects fail."""
         num_failed = 0
         loop = asyncio.get_running_loop()
         leaving: asyncio.TimerHandle | None = None
@@ -184,7 +184,7 @@ class BucketStore(Store):
         return result
 
     async def _put_new(self, path: str, data: bytes, *, may_replace: bool) -> Result:
-        """Put an object if there is none, as far as the store knows how."""
+        """Put an object if there is none, if the store supports that."""
         if self._knows_create and not may_replace:
             try:
                 await self._request("write", self._put(path, data, "create"), _NEW)
@@ -233,10 +233,10 @@ class BucketStore(Store):
     # ---- requests -----------------------------------------------------------------------------
 
     async def _ask(self, names: Sequence[Name]) -> list[bool]:
-        """Return of each name whether the store has it, with a request for each.
+        """Return whether the store has each name, by one request for each.
 
         Raises:
-            OSError: it cannot be asked.
+            OSError: a request failed.
         """
         asking = [asyncio.ensure_future(self._look(name)) for name in names]
         self._looking.update(asking)
@@ -265,7 +265,7 @@ class BucketStore(Store):
         return True
 
     async def _get(self, path: str, size_bytes: int) -> bytes | memoryview:
-        """Return an object; nothing of it if it is longer."""
+        """Return an object; nothing if it has another length."""
         found = await self._store.get_async(path)
         if found.meta["size"] != size_bytes:
             return b""
@@ -284,13 +284,13 @@ class BucketStore(Store):
     async def _request(
         self, what: str, request: Awaitable[T], answers: Sequence[Problem] = ()
     ) -> T:
-        """Return what a request brings.
+        """Return the result of a request.
 
         Args:
-            answers: problems that are not worth a line in the log.
+            answers: problems that are not logged.
 
         Raises:
-            StoreError: the problem that it met.
+            StoreError: it failed.
         """
         absent = Problem.NO_BUCKET if what in ("write", "list") else Problem.NOT_FOUND
         try:
@@ -324,10 +324,11 @@ class _Log(RareLog):
 
 
 class _Connections:
-    """Bounds the requests at a time of fetches, and of spills.
+    """Bounds the requests in flight of fetches, and of spills.
 
-    A request waits for its blocks in the order of its tokens: so a fetch that came before another
-    has all connections before it. While there are fetches, spills go on with a quarter as many.
+    A request waits for its blocks in the order of its tokens, so an earlier fetch has all
+    connections before a later one. During fetches, spills continue with a quarter of the
+    connections.
     """
 
     def __init__(self, number: int) -> None:
@@ -337,7 +338,7 @@ class _Connections:
         self._num_fetching = 0
 
     async def for_fetch(self, _worker_idx: int, work: DoNext) -> None:
-        """Do one object after another."""
+        """Work off objects, one after another."""
         self._num_fetching += 1
         try:
             async with self._fetches:
@@ -347,7 +348,7 @@ class _Connections:
             self._num_fetching -= 1
 
     async def for_spill(self, worker_idx: int, work: DoNext) -> None:
-        """Do one object after another; leave them to the first workers when there are fetches."""
+        """Work off objects; during fetches, only the first workers continue."""
         async with self._spills:
             while worker_idx < max(1, self.number // 4) or not self._num_fetching:
                 if not await work():

@@ -1,12 +1,12 @@
-"""Which of many objects a store has, with few requests that ask for one each.
+"""Finds which of many objects a store has, by few requests for one object each.
 
-The names come group by group, each in the order of a prefix. Of most groups a store has all up to
-some block and none after it: that end is searched for, by several questions at a time. An object
-before the end that is not there after all is a miss when it is fetched, and no more.
+Names are sorted by group, each in the order of a prefix. Of most groups, a store has all blocks up
+to some block and none after it: this searches for that end, by several requests at a time. An
+object before the end that is missing after all is merely a miss when it is fetched.
 
-Where the first block is missing, nothing after it helps: rules that delete what is old take the
-first blocks first. Unless it is a group of which a hit needs only the last blocks (windows, states
-of Mamba): such are looked for just before the end that the other groups have.
+Without the first block, no later one helps: rules that expire old objects take the first blocks
+first. The exception are groups of which a hit needs only the last blocks (windows, Mamba states):
+these are searched just before the end of the other groups.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Ask = Callable[[Sequence[Name]], Awaitable[list[bool]]]
 
 
 async def find_present(names: Sequence[Name], ask: Ask) -> list[bool]:
-    """Return of each name whether the store is taken to have it.
+    """Return whether the store is assumed to have each name.
 
     Args:
-        ask: returns of some of them whether the store has them, with one request for each.
+        ask: returns whether the store has some of them, by one request for each.
 
     Raises:
         OSError: of `ask`.
@@ -46,13 +46,13 @@ async def find_present(names: Sequence[Name], ask: Ask) -> list[bool]:
 
 
 class _Group:
-    """What is known of one group.
+    """The knowledge about one group.
 
     Attributes:
-        answers: what was asked, by its place in the group.
-        low: the last place where it is taken to be there, with all before it; -1 for none.
-        high: the first after `low` that is known not to be there, or the length.
-        tail: places that are there although not all before them are.
+        answers: by place in the group, whether the object exists.
+        low: the last place assumed to exist, with all before it; -1 for none.
+        high: the first place after `low` known to be missing, or the length.
+        tail: existing places after a gap.
     """
 
     def __init__(self, names: Sequence[Name]) -> None:
@@ -66,18 +66,18 @@ class _Group:
 
     @property
     def is_run(self) -> bool:
-        """Whether its first block is there."""
+        """Return whether its first block exists."""
         return self.answers.get(0, False)
 
     def found(self) -> list[bool]:
-        """Return of each name whether it is taken to be there."""
+        """Return whether each name is assumed to exist."""
         found = [True] * (self.low + 1) + [False] * (len(self) - self.low - 1)
         for place in self.tail:
             found[place] = True
         return found
 
     def note(self, answers: dict[int, bool]) -> None:
-        """Note what was answered."""
+        """Record answers."""
         self.answers |= answers
         self.low, self.high = -1, len(self)
         for place in sorted(self.answers):
@@ -95,7 +95,7 @@ class _Group:
         return round(share * len(self))
 
     def note_tail(self, end: int) -> None:
-        """Judge what is there just before a place: all of a window, or single states."""
+        """Judge the blocks just before a place: all of a window, or single states."""
         distances = [d for d in _TAIL if self.answers.get(end - d) is not None]
         run = 0
         for distance in distances:
@@ -108,7 +108,7 @@ class _Group:
 
 
 class _Search:
-    """One search, which asks at most `REQUESTS_MAX` times."""
+    """One search of at most `REQUESTS_MAX` requests."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask_names = ask
@@ -136,7 +136,7 @@ class _Search:
             group.low = group.end_at(share) - 1 if runs else -1
 
     async def _find_end(self, group: _Group, num_kept: int) -> None:
-        """Find the end of a group; `num_kept` requests are left for others."""
+        """Find the end of a group; keep `num_kept` requests for others."""
         if group.high == len(group) and len(group.answers) == 2:
             await self._ask({group: _spread(0, len(group) - 1, _POINTS_MAX)})
         while (gap := group.high - group.low - 1) > 0 and self._num_left > num_kept:
@@ -144,7 +144,7 @@ class _Search:
             await self._ask({group: group.between(number)})
 
     async def _find_others(self, runs: list[_Group], others: list[_Group], share: float) -> None:
-        """Find the ends of groups near that of the one that has been searched."""
+        """Find the ends of groups near that of the first."""
         wanted: dict[_Group, Iterable[int]] = {}
         num_each = self._num_left // max(1, len(runs) + len(others))
         for group in runs:

@@ -1,9 +1,9 @@
 """The process of a tier, for `ProcessTier`.
 
-Over one connection come calls, in pickles, as only the engine writes to it, and go answers and log
-lines, in JSON, as the engine must not trust what has read from a network. Each has four bytes of
-length before it. When the connection ends, this process does at once, and all that it has started:
-the slots are the engine's.
+Over one connection, calls arrive as pickles, as only the engine writes to it; answers and log lines
+leave as JSON, as the engine must not trust a process that has read from a network. Each message is
+preceded by its length, four bytes. When the connection ends, this process ends at once, with all
+that it has started: the slots are the engine's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOOK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a process is told first."""
+    """The first message to a process."""
 
     config: TierConfig
     slot_bytes: int
@@ -60,7 +60,7 @@ def length_of(head: bytes, bytes_max: int) -> int:
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message as it is written."""
+    """Return a message with its length before it."""
     return len(message).to_bytes(LENGTH_BYTES, "big") + message
 
 
@@ -143,9 +143,9 @@ class _Child:
         return tuple(self._memory[at : at + length] for at, length in ranges)
 
     async def _look_around(self) -> None:
-        """Tell what the tier holds when that changes without a call, and end with the engine.
+        """Report what the tier holds when that changes without a call, and end with the engine.
 
-        Another child of the engine's may have the other end of the connection, too.
+        Another child of the engine may have inherited the other end of the connection.
         """
         engine = os.getppid()
         while os.getppid() == engine:
@@ -164,7 +164,7 @@ class _Child:
 
 
 class _Forward(logging.Handler):
-    """Gives log lines to the engine; any thread may write them."""
+    """Forwards log lines to the engine; any thread may log."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Any) -> None:
         super().__init__()

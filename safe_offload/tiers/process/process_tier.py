@@ -1,7 +1,7 @@
-"""A tier whose Python, a tenth of a millisecond or more for each object, runs in another process.
+"""A tier in a process of its own, because its Python takes a tenth of a millisecond per object.
 
-In the engine's it would hold the GIL while the engine's thread gives kernels to the GPU. What goes
-over are names and numbers of slots: the process maps the slots.
+In the engine's process, it would hold the GIL while the engine's thread launches kernels. Only
+names and numbers of slots are sent: the process maps the slots.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 START_S: Final = 60.0
 KILL_S: Final = 5.0
-"""For which a call that was given up may go on, before its process is killed."""
+"""How long a cancelled call may go on, before its process is killed."""
 POLL_S: Final = 0.005
 MESSAGE_BYTES_MAX: Final = 16 << 20
-"""Of what a process says: an answer has a word for each name."""
+"""Of a message from the process: an answer has a word for each name."""
 LINES_MAX: Final = 100
 LINE_LENGTH_MAX: Final = 1000
 LOGGERS_MAX: Final = 64
@@ -69,17 +69,17 @@ except Exception as error:
 class ProcessTier:
     """See `Tier`; its slots are numbers.
 
-    A process that has ended is started again by the next call. One that holds on to slots is
-    killed. A call ends when the process answers it, or when it is dead and so is all that it has
-    started: no byte moves after that.
+    The next call restarts a process that has ended. A process that holds on to slots is killed. A
+    call ends when the process answers it, or when the process and all that it has started are dead:
+    no byte moves after that.
 
     Args:
         facts: see `SealedTier`; they may grow until the first spill.
         memory: of the slots; it stays mapped.
 
     Attributes:
-        process: that runs, or has ended last.
-        num_restarts: how often another process was started.
+        process: the current one, or the last.
+        num_restarts: how often the process was restarted.
 
     Raises:
         ConfigError: as `open_store`, or the process does not start.
@@ -158,7 +158,7 @@ class ProcessTier:
         return answer.result()
 
     def _give_up(self, process: Process, answer: asyncio.Future[list[Any]]) -> None:
-        """Cancel a call; kill the process if it does not say in time that the call has ended."""
+        """Cancel a call; kill the process if it does not answer in time that the call has ended."""
 
         def end() -> None:
             if not answer.done():
@@ -173,7 +173,7 @@ class ProcessTier:
         asyncio.get_running_loop().call_later(KILL_S, end)
 
     async def _connected(self) -> Process:
-        """Return the process, started if there is none; raise OSError if it is refused."""
+        """Return the process, started if there is none; raise OSError if the system refuses it."""
         return await asyncio.shield(self._connect())
 
     async def _connect(self) -> Process:
@@ -196,7 +196,7 @@ class ProcessTier:
         return Process(self._setup, self._memory, self.label)
 
     def _take(self, kind: str, *said: Any) -> None:
-        """Take what the process says beside answers; ProtocolError if nobody can mean that."""
+        """Handle a message that is no answer; raise ProtocolError if it is not valid."""
         if kind == "holds":
             used_bytes, num_evicted = said
             before = self._num_evicted_before
@@ -224,8 +224,8 @@ class Process:
     """The process of a tier and the connection to it.
 
     Attributes:
-        pid: its number, and that of the group of all that it starts.
-        is_wanted: nobody has closed it; its end is news.
+        pid: its number, and that of its process group.
+        is_wanted: nobody has closed it, so its end is logged.
     """
 
     def __init__(self, setup: bytes, memory: MappedFile, label: str = "") -> None:
@@ -258,10 +258,10 @@ class Process:
         self._is_killed = False
 
     def wait_until_ready(self) -> str:
-        """Return when it has opened its tier: nothing, or why it refuses that.
+        """Return when it has opened its tier: an empty text, or why it refuses to.
 
         Raises:
-            OSError: it does not start; what it ended by, if that was one.
+            OSError: it does not start; the error that ended it, if it was one.
         """
         try:
             self.socket.settimeout(START_S)
@@ -283,7 +283,7 @@ class Process:
             raise OSError(errno.EIO, f"{error!r} (it ended with {_name_of(status)})") from error
 
     def _receive_first(self, end_s: float) -> bytes:
-        """Return its first message, waited for like this as no loop runs yet."""
+        """Return its first message; this blocks, as no event loop runs yet."""
 
         def receive(count: int) -> bytes:
             found = b""
@@ -297,14 +297,14 @@ class Process:
         return receive(length_of(receive(LENGTH_BYTES), MESSAGE_BYTES_MAX))
 
     async def connect(self, take: Callable[..., None]) -> None:
-        """Listen to it, from the first time on."""
+        """Begin to read its messages, once."""
         if self._writer is None:
             reader, self._writer = await asyncio.open_unix_connection(sock=self.socket)
             self._writer.write(self._setup)
             self._listening = asyncio.ensure_future(self._listen(reader, take))
 
     def news_of(self, facts: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the facts if they are not those that it knows."""
+        """Return the facts unless it has received the same."""
         if (now := dict(facts)) == self._facts:
             return None
         self._facts = now
@@ -331,7 +331,7 @@ class Process:
         return answer
 
     def give_up(self, answer: asyncio.Future[list[Any]]) -> None:
-        """Cancel a call; its answer comes when it has ended."""
+        """Cancel a call; it is answered when it has ended."""
         for number, (_, _, other) in self._answers.items():
             if other is answer:
                 self._send("cancel", number)
@@ -342,11 +342,11 @@ class Process:
         self.program.kill()
 
     def is_over(self) -> bool:
-        """Whether it answers no further call."""
+        """Return whether it answers no further call."""
         return self._is_killed or self.program.poll() is not None
 
     async def ended(self) -> None:
-        """Return when it has ended and been listened to, and nothing maps the slots through it."""
+        """Return when it has ended, its messages are read, and it maps no slots any more."""
         if self._listening is None:
             self._report(await self._reap())
             self.socket.close()
@@ -399,7 +399,7 @@ class Process:
                     answer.set_exception(LoggedError(errno.EIO, problem))
 
     def _settle(self, kind: str, number: object, found: object) -> None:
-        """Take an answer; an exception if there is no such call, or it cannot be its answer."""
+        """Settle a call; raise if there is no such call, or the answer is not valid for it."""
         verb, count, answer = self._answers[_number(number, 0)]
         if kind == "failed":
             answer.set_exception(LoggedError(errno.EIO, _text(found)))
@@ -422,7 +422,7 @@ def _flag(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    """Return a text, in lines that move no cursor."""
+    """Return a text in printable lines."""
     if not isinstance(value, str):
         raise ProtocolError("no text")
     lines = value.split("\n", LINES_MAX)[:LINES_MAX]
@@ -430,7 +430,7 @@ def _text(value: object) -> str:
 
 
 def _name_of(status: int) -> str:
-    """Return what a process has ended by."""
+    """Return the name of the signal, or the status, that a process ended with."""
     try:
         return signal.Signals(-status).name
     except ValueError:
@@ -449,7 +449,7 @@ def _fix_of(error: Exception) -> str:
 
 
 def opener(memory: MappedFile, layout: HostLayout) -> OpenTier:
-    """Return what opens tiers as `open_tier` does, in processes that map the slots."""
+    """Return a function that opens tiers as `open_tier`, in processes that map the slots."""
 
     def make(config: TierConfig, slot_bytes: int, facts: Facts, seal: Seal) -> ProcessTier:
         level = logging.getLogger("vllm").getEffectiveLevel()

@@ -1,7 +1,7 @@
-"""What is sent to a Valkey or Redis server, by the names of its ACL.
+"""The commands that are sent to a Valkey or Redis server, by their names in an ACL.
 
 This is the one list: the tier sends nothing else, and its log, the commands for operators and
-docs/guides/security.md say what to allow by it.
+docs/guides/security.md derive from it what to allow.
 
 Source: https://valkey.io/topics/acl/; AUTH is always allowed.
 """
@@ -28,22 +28,22 @@ READING: Final = (GET, EXISTS)
 WRITING: Final = (SET, DEL)
 WITH_TTL: Final = (GETEX, PEXPIRE)
 EVERY: Final = (*READING, *WRITING, *WITH_TTL, SLOTS, *LOGIN)
-"""All that some tier sends."""
+"""All commands of tiers."""
 NOT_NEEDED: Final = frozenset({GETEX, DEL, SETNAME, SLOTS})
-"""Without them it works, but reads with GET, which prolongs no life, keeps what is damaged, has no
-name in CLIENT LIST, and can use no cluster."""
+"""Without them, a tier reads with GET, which extends no ttl; keeps damaged objects; has no name in
+CLIENT LIST; and cannot use a cluster."""
 
 NO_TOUCH: Final = "client|no-touch"
 IDLE: Final = "object|idletime"
 SIZE: Final = "memory|usage"
 LOOKING: Final = ("scan", "strlen", "getrange", "exists", IDLE, SIZE, SELECT, SLOTS)
 DELETING: Final = ("unlink",)
-"""What `safe-offload cache` sends, with NO_TOUCH where that is known and allowed, else SIZE."""
+"""Sent by `safe-offload cache`, with NO_TOUCH if that is known and allowed, else SIZE."""
 KNOWN: Final = frozenset({*EVERY, *LOOKING, *DELETING, NO_TOUCH})
 
 
 def sent_by(config: ValkeyConfig) -> tuple[str, ...]:
-    """Return what a tier of this configuration sends."""
+    """Return the commands of a tier of this configuration."""
     read, write = (GET, ()) if config.ttl_s is None else (GETEX, (PEXPIRE,))
     select = (SELECT,) if config.location.database else ()
     return (*select, SETNAME, SLOTS, EXISTS, read, SET, *write, DEL)
@@ -55,5 +55,5 @@ def words_of(name: str) -> tuple[bytes, ...]:
 
 
 def allowing(names: Iterable[str]) -> str:
-    """Return what an ACL says to allow commands."""
+    """Return the part of an ACL that allows commands."""
     return " ".join(f"+{name}" for name in names)

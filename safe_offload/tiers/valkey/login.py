@@ -1,7 +1,7 @@
 """Connections to Valkey and Redis servers, logged in.
 
-What is said to log in is answered by one line each: another answer ends the connection, so that a
-server that is not trusted costs no more here than anywhere else (`Wire`).
+Each command of the login has a reply of one line; any other reply ends the connection, so an
+untrusted server costs no more here than anywhere else (`Wire`).
 
 Source: https://valkey.io/commands/auth/, client-setname and select.
 """
@@ -33,7 +33,7 @@ _REFUSED_LOGIN: Final = ("WRONGPASS", "NOAUTH")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is: a machine and its port, or the path of a socket."""
+    """The address of a server: a host and its port, or the path of a socket."""
 
     host: str = ""
     port: int = 0
@@ -48,7 +48,7 @@ class LoginError(PlaceError):
 
 
 class _RefusedError(Exception):
-    """The server has answered an error to what logs in."""
+    """The server has refused a command of the login."""
 
     def __init__(self, problem: ErrorReply) -> None:
         super().__init__(problem.code)
@@ -117,11 +117,11 @@ class Login:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     async def _greet(self, wire: Wire, password: str) -> None:
-        """Say who we are, and which database is meant.
+        """Authenticate, and select the database.
 
         Raises:
-            _RefusedError: the server does not want us.
-            WireError: it is none.
+            _RefusedError: the server refuses a command.
+            WireError: it does not speak the protocol.
         """
         place = self._config.location
         words = [word.encode() for word in (place.user, password) if word or place.user]
@@ -145,10 +145,10 @@ def command(*words: bytes) -> bytes:
 
 
 def read_password(config: ValkeyConfig) -> str:
-    """Return what to log in with, from the file if there is one; empty for nothing.
+    """Return the password, from the file if there is one; empty for none.
 
     Raises:
-        LoginError: the file cannot be read, or something else has taken its place.
+        LoginError: the file cannot be read, or is no text of such a length.
     """
     path = config.password_file
     if path is None:
@@ -166,7 +166,7 @@ def read_password(config: ValkeyConfig) -> str:
 
 
 def tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
-    """Return what certificates are checked with, and names always; None without TLS.
+    """Return the context that checks certificates, and always their names; None without TLS.
 
     Raises:
         ConfigError: a file of certificates cannot be used.
@@ -231,7 +231,7 @@ def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
 
 
 def refused(problem: ErrorReply, server: object) -> LoginError:
-    """Return what a server means that answers an error to what logs in, and the fix."""
+    """Return the meaning of an error reply to the login, and the fix."""
     code, text = problem.code, problem.text
     if code == "NOPERM":  # AUTH is always allowed
         return LoginError(

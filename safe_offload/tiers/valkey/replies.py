@@ -1,6 +1,6 @@
-"""Replies of Valkey and Redis servers (RESP2), read piece by piece as they come in.
+"""Replies of Valkey and Redis servers (RESP2), parsed piece by piece as they arrive.
 
-A server is not trusted: what is longer than it may be or is no reply is an error.
+A server is not trusted: an oversized or malformed reply is an error.
 
 Source: https://redis.io/docs/latest/develop/reference/protocol-spec/, RESP2.
 """
@@ -18,53 +18,52 @@ from safe_offload.tiers.base import Buffers
 from safe_offload.tiers.naming import HEADER_BYTES
 
 LINE_BYTES_MAX: Final = 1024
-"""Of a reply of one line, an error too."""
+"""Of a reply of one line, including errors."""
 TEXT_BYTES_MAX: Final = 1024
 """Of a string that is not an object."""
 REPLY_BYTES_MAX: Final = 1 << 20
-"""Of a reply that is a list: as it comes, and with ELEMENT_BYTES for each element that is kept."""
+"""Of a list: of its bytes, and ELEMENT_BYTES for each element that is kept."""
 PAGE_BYTES_MAX: Final = 4 << 20
-"""Of a page of keys, in the same way."""
+"""Of a page of keys, counted in the same way."""
 ELEMENT_BYTES: Final = 64
 PIECE_BYTES: Final = 16 << 10
-"""Of a list no more is received, and so read, at once: the loop does other things in between."""
+"""Of a list, received and parsed at once: the loop does other work in between."""
 WORD_BYTES_MAX: Final = 64
-"""Of a reply that is a word, such as OK, and of the text of an error as far as it is kept."""
+"""Of a word, such as OK, and of the part of an error's text that is kept."""
 DEPTH_MAX: Final = 6
-"""Of a reply that is a list of lists, such as that to CLUSTER SLOTS."""
+"""Of nested lists, such as the reply to CLUSTER SLOTS."""
 DRAIN_BYTES_MAX: Final = 1 << 20
-"""A value of another length than was asked for is read away up to this; else the connection ends.
-"""
+"""A value of an unexpected length is skipped up to this; a longer one ends the connection."""
 
 SCRATCH_BYTES: Final = 256 << 10
-"""What has come of replies and is not read yet, but for objects that are not small."""
+"""Received and not parsed yet, except large objects."""
 SMALL_BYTES: Final = 64 << 10
-"""Objects of at most this size come into scratch memory, many at a time, and are copied: each
-receipt costs the event loop more than that, all the more while another thread computes."""
+"""Objects up to this size are received into scratch memory, many at a time, and copied: a receipt
+of its own costs the event loop more than that, all the more while another thread computes."""
 RECEIPT_BYTES: Final = 256 << 10
-"""Of a larger object no more are received at once: the processor's cache has them still when they
-are added to its digest."""
+"""Of a larger object, received at once: they are still in the processor's cache when they are added
+to its digest."""
 _END: Final = b"\r\n"
 _ELEMENT_BYTES_MIN: Final = 3
 _DIGITS_MAX: Final = 19  # of a number of 64 bits
 
 
 class WireError(ConnectionError):
-    """The connection is lost, or what came is no reply. Its text has nothing from the server."""
+    """The connection is lost, or a reply is malformed. Its text has nothing from the server."""
 
 
 class OversizeError(WireError):
-    """A value is too long to be read away; the reply that it is one of says which."""
+    """A value is too long to be skipped; the reply that fails first is that value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error that the server answered.
+    """An error reply of the server.
 
     Attributes:
         code: its first word, such as MOVED.
-        text: the beginning of the rest. It may hold anything, a password too, so it is never shown.
-        command: that the user may not run, as an ACL calls it, if the rest names one: any word.
+        text: the beginning of the rest. It may contain anything, even a password: never shown.
+        command: denied to the user, by its name in an ACL, if the rest names one: any word.
     """
 
     code: str
@@ -73,50 +72,50 @@ class ErrorReply:
 
 
 class Misfit:
-    """Stands for a value of another length than was asked for."""
+    """Stands for a value of an unexpected length."""
 
 
 MISFIT: Final = Misfit()
 
 Line = int | bytes | ErrorReply | None
-"""A reply of one line: a number, a word, an error, or nothing ("there is no such value")."""
+"""A reply of one line: a number, a word, an error, or None (there is no such value)."""
 Tree = Line | list["Tree"]
 """Any reply."""
 
 
 class Want:
-    """A reply that is to come, and the future of it."""
+    """An expected reply, and its future."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.future: asyncio.Future[Any] = loop.create_future()
         self.is_done = False
         self.is_ending = False
-        """Two bytes are missing."""
+        """Only its last two bytes are missing."""
 
     def wish(self) -> int:
-        """Return how many bytes can be read before it is known where the next ones belong."""
+        """Return how many bytes to receive before the place of the next ones is known."""
         return SCRATCH_BYTES
 
     def target(self) -> memoryview | None:
-        """Return where the next bytes belong, if not into scratch memory."""
+        """Return the memory for the next bytes, if that is not the scratch memory."""
         return None
 
     def took(self, count: int) -> None:
-        """`count` bytes have come to where they belong."""
+        """Take `count` bytes that were received into `target`."""
         raise AssertionError("it has no memory of its own")
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """Take what can be used of `data[start:end]`; return where the rest starts."""
+        """Parse as much as possible of `data[start:end]`; return where the rest starts."""
         raise NotImplementedError
 
     def fail(self, error: WireError) -> None:
-        """It will not come."""
+        """Fail, as it will not arrive."""
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # seen: who was cancelled does not look
 
     def finish(self, result: object) -> None:
-        """It has come."""
+        """Complete it."""
         self.is_done = True
         if not self.future.done():
             self.future.set_result(result)
@@ -155,7 +154,7 @@ class Value(Want):
     """An object: a line with its length, its header, its bytes, and an end of line.
 
     Args:
-        note: is told of each piece of the slot that has been filled, one after the other.
+        note: called with each piece of the slot that has been filled, in order.
     """
 
     def __init__(
@@ -259,10 +258,9 @@ class AnyReply(Want):
     """A reply of any kind; lists may lie in lists.
 
     Args:
-        keep: how many elements of a list are kept, by how many lists it lies in; all of those that
-            lie deeper.
-        text_bytes_max: of each string; they are received into scratch memory.
-        skips_texts: longer ones are read past and empty; else they end the connection.
+        keep: number of elements to keep of a list, by its depth; of deeper lists, all.
+        text_bytes_max: of each string; strings are received into scratch memory.
+        skips_texts: longer strings are skipped, and empty; else they end the connection.
         bytes_max: see `REPLY_BYTES_MAX`.
     """
 
@@ -350,14 +348,14 @@ class AnyReply(Want):
         self._fold()
 
     def _fold(self) -> None:
-        """Close the lists that are complete."""
+        """Close complete lists."""
         if self._open[-1].num_missing == 0:
             self._add(self._open.pop().elements)
 
 
 @dataclass(slots=True)
 class _OpenList:
-    """A list that is coming: how many elements are to come, and those that are kept."""
+    """An incomplete list: how many elements are missing, and those that are kept."""
 
     num_missing: int
     num_kept: int
@@ -369,7 +367,7 @@ _FLAGS: Final[dict[bytes, Line]] = {b":0": 0, b":1": 1}
 
 
 def _read_line(line: bytes) -> Line:
-    """Return what a reply of one line says."""
+    """Parse a reply of one line."""
     if len(line) > LINE_BYTES_MAX:
         raise WireError("the server answered too long a line")
     kind, rest = line[:1], line[1:]
@@ -397,7 +395,7 @@ def _number(digits: bytes) -> int:
 
 
 def _line_end(data: bytearray, start: int, end: int) -> int:
-    """Return where the line ends that starts there; -1 if it does not end yet."""
+    """Return the end of the line that begins at `start`; -1 if it is incomplete."""
     line_end = data.find(_END, start, min(end, start + LINE_BYTES_MAX + 2))
     if line_end < 0 and end - start > LINE_BYTES_MAX:
         raise WireError("the server answered too long a line")

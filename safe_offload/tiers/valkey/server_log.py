@@ -1,6 +1,6 @@
-"""What is logged about a Valkey or Redis server: each kind of line at most once a minute.
+"""Log lines about a Valkey or Redis server: each kind at most once a minute.
 
-What a server writes is never shown, but for the code of an error: its text may hold a password.
+Nothing that a server writes is shown except the code of an error: its text may contain a password.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _FIXES: Final = {
 
 
 class ServerLog(RareLog):
-    """Says what went wrong with a tier."""
+    """Logs refusals of a server, with their fixes."""
 
     def password_in_url(self) -> None:
-        """The password is where others can see it."""
+        """Log that others can see the password."""
         logger.warning(
             "The url of tier %s contains a password, which vLLM logs with its arguments. Put it "
             'into a file, and set "password_file".',
@@ -58,7 +58,7 @@ class ServerLog(RareLog):
         )
 
     def refusal(self, answer: ErrorReply) -> None:
-        """A server has answered an error."""
+        """Log an error reply."""
         code, command = answer.code, _named(answer)
         if self.is_due((code, command)):
             fix = _FIXES.get(code, "Check its log")
@@ -68,7 +68,7 @@ class ServerLog(RareLog):
 
 
 def _named(answer: ErrorReply) -> str:
-    """Return the command that its user may not run; empty if it is none that is sent."""
+    """Return the command that its user may not run; empty if it is none of those we send."""
     return answer.command if answer.code == "NOPERM" and answer.command in KNOWN else ""
 
 
@@ -77,7 +77,7 @@ def _grant(command: str) -> str:
 
 
 def refusal(answer: ErrorReply) -> PlaceError:
-    """Return what a server means that refuses an operator, and the fix; no word of its own."""
+    """Return the meaning of a refusal to an operator, and the fix; no word of the server's."""
     if command := _named(answer):
         fix = _grant(command)
         return PlaceError(f"it denies this user {command}", f"{fix[0].upper()}{fix[1:]}")

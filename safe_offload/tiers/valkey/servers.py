@@ -1,7 +1,7 @@
-"""Which server of a tier has which key, and the connections to each of them.
+"""The servers of a tier: which one has which key, and the connections to each.
 
-A cluster is known by its answer to CLUSTER SLOTS; there is no setting for it. Connections are made
-when they are first needed, and again after they were lost.
+A cluster is detected by its reply to CLUSTER SLOTS; there is no setting for it. Connections are
+opened when they are first needed, and again after they were lost.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 """Pause after a failure of a server of a cluster, at first and at most; the others stay in use.
 A server by itself has the breakers of its tier for that."""
 REFRESH_S: Final = 0.5
-"""After a server has failed, the others are not asked more often which of them has what."""
+"""Least time between queries of the topology after a server has failed."""
 ASK_S: Final = 1.0
-"""How long one of them has to say so; then the next is asked."""
+"""Deadline of a server for that query; then the next server is queried."""
 STALL_S: Final = 0.5
-"""A server that is silent for so long, and then given up, hangs."""
+"""A server that was silent for so long before its call was cancelled counts as hung."""
 
 T = TypeVar("T")
 
 
 class ConnectionPool:
-    """At most `size` connections to one server, each lent to one at a time, in order of asking."""
+    """At most `size` connections to one server, each lent to one user at a time, in order."""
 
     def __init__(self, size: int, connect: Callable[[], Awaitable[Wire]]) -> None:
         self._connect = connect
@@ -50,15 +50,15 @@ class ConnectionPool:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether a connection is waited for."""
+        """Return whether somebody waits for a connection."""
         return self._num_waiting > 0
 
     async def use(self, work: Callable[[Wire], Awaitable[T]]) -> T:
-        """Return what comes of some work on a connection, which is ended if the work raises.
+        """Return the result of some work on a connection, which is closed if the work raises.
 
         Args:
-            work: is done once more, on a new connection, if it was given one that the server closed
-                while it was idle (`StaleError`).
+            work: retried once, on a new connection, if its connection was one that the server had
+                closed while it was idle (`StaleError`).
 
         Raises:
             OSError: there is no connection, or it was lost.
@@ -107,7 +107,7 @@ class ConnectionPool:
         self._free.release()
 
     def close(self) -> None:
-        """End the connections, those too that are lent."""
+        """Close all connections, including lent ones."""
         self._is_closed = True
         for wire in (*self._idle, *self._lent):
             wire.abort()
@@ -142,28 +142,28 @@ class Node:
         return asyncio.get_running_loop().time() < self._paused_until_s
 
     def succeed(self) -> None:
-        """It has answered."""
+        """Record that it has answered."""
         self._pause_s = PAUSE_S
 
     def fail(self) -> None:
-        """It cannot be reached, or did not answer."""
+        """Record that it is unreachable, or did not answer: pause it."""
         if not self.is_paused:
             self._paused_until_s = asyncio.get_running_loop().time() + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
 
     async def _connect(self) -> Wire:
-        """Log in, once at a time: a server that is not trusted costs no more than one login."""
+        """Log in, one at a time: an untrusted server costs no more than one login."""
         async with self._logging_in:
             return await self._login.connect(self.address)
 
     def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         self.data.close()
         self.asks.close()
 
 
 class Silence:
-    """How long the server of a call has said nothing."""
+    """How long the server of a call has been silent."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -177,7 +177,7 @@ class Silence:
         return self._loop.time() - max(self._begun_s, heard_at_s) > STALL_S
 
     def begin(self, wire: Wire) -> None:
-        """It is asked on this connection from now on."""
+        """Watch this connection from now on."""
         self._begun_s, self._wire = self._loop.time(), wire
 
 
@@ -193,25 +193,25 @@ class Servers:
         self._owners: tuple[list[int], list[tuple[int, Node]]] | None = None
         self._is_known = False
         self.version = 0
-        """How often it was learned which server has which keys."""
+        """How often the topology was learned."""
         self._asked_at_s = 0.0
         self._refreshing = asyncio.Lock()
 
     @property
     def is_cluster(self) -> bool:
-        """Return whether there are several, each with its share of the keys."""
+        """Return whether they are a cluster, each with its share of the keys."""
         return self._owners is not None
 
     @property
     def nodes(self) -> list[Node]:
-        """Return those that have keys."""
+        """Return the servers that have keys."""
         return list(self._nodes.values())
 
     async def place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
         """Return the positions of the keys that each server has; None has those of no server.
 
         Raises:
-            OSError: no server says.
+            OSError: no server knows.
         """
         if self._owners is None and not self._is_known:
             await self.refresh(self.version)
@@ -228,7 +228,7 @@ class Servers:
         return found
 
     def owner(self, key: bytes) -> Node | None:
-        """Return the server that has a key, as far as is known; None for none."""
+        """Return the server that has a key, by the known topology; None for none."""
         if self._owners is None:
             return self._home
         firsts, lasts = self._owners
@@ -237,7 +237,7 @@ class Servers:
         return lasts[position][1] if position >= 0 and slot <= lasts[position][0] else None
 
     def suspect(self, node: Node) -> None:
-        """A server of a cluster does not answer: pause it, and ask the others."""
+        """Pause a server of a cluster that does not answer, and query the others."""
         if self.is_cluster:
             node.fail()
             self._is_known = False
@@ -246,10 +246,10 @@ class Servers:
         return asyncio.get_running_loop().time() - self._asked_at_s >= REFRESH_S
 
     async def refresh(self, version: int) -> None:
-        """Ask which server has which keys, unless that was learned since `version`.
+        """Query the topology, unless it was learned since `version`.
 
         Raises:
-            OSError: none says.
+            OSError: no server answers.
         """
         async with self._refreshing:
             if version != self.version:
@@ -271,7 +271,7 @@ class Servers:
             raise error or LoginError("no server of the cluster can be asked")
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for node in self._nodes.values():
             node.close()
         self._home.close()
@@ -319,7 +319,7 @@ _KEPT_OF_SLOTS: Final = (NUM_SLOTS, 3, 2, 0)
 
 
 def _ranges(reply: Tree, asked: Address) -> list[tuple[int, int, Address]]:
-    """Return of each range of slots the first, the last, and which server has it, in order.
+    """Return first and last slot and server of each range of slots, in order.
 
     Source: https://valkey.io/commands/cluster-slots/: of each range its first and last slot, then
     the primary (name, port, id, …), then its replicas.

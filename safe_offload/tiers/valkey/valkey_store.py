@@ -1,12 +1,11 @@
 """A Valkey or Redis server, or a cluster of them, as a store: one key for each object.
 
-The value of a key is the header of an object and its bytes. One SET writes it, so it is there whole
-or not at all. The server evicts what it has no room for, and deletes what was not used for the time
-that "ttl" says.
+The value of a key is the header of an object and its bytes. One SET writes it, so it exists whole
+or not at all. The server evicts what it has no room for, and deletes what was not used for "ttl".
 
-Operators find keys with SCAN, and only those of ours. To look at them is not to use them: the
-server is told so (CLIENT NO-TOUCH, since 7.2), or else asked for what they take in memory in the
-place of their length. There only a check counts as a use.
+Operators find our keys with SCAN. Looking at a key is no use of it: CLIENT NO-TOUCH (since 7.2)
+says so to the server; older ones report the memory of a key instead of its length, and only a check
+of an object counts as a use.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ from safe_offload.tiers.valkey.servers import Node, Servers, Silence
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
 WINDOW_BYTES: Final = 4 << 20
-"""What is asked for ahead on one connection, so that what the server has to keep stays small."""
+"""Requested ahead on one connection, which bounds the output buffer of the server."""
 WINDOW_OBJECTS: Final = 64
 SPILL_BYTES: Final = 16 << 20
-"""Of objects that are asked about before those that are not there are written."""
+"""Of objects whose presence is queried before the absent ones are written."""
 TEXT_BYTES_MAX: Final = DESCRIPTION_BYTES_MAX
-"""Of one answer to an operator; it is received into the scratch memory of a connection."""
+"""Of one answer to an operator; received into the scratch memory of a connection."""
 
 T = TypeVar("T")
 _NO_TOUCH: Final = (*words_of(NO_TOUCH), b"ON")
 _STRANGE: Final = ErrorReply("ERR", "")
-"""Stands for an answer of another kind than was asked for."""
+"""Stands for an answer of an unexpected type."""
 
 
 class ValkeyStore(Store):
@@ -166,7 +165,7 @@ class ValkeyStore(Store):
 
     @contextlib.contextmanager
     def _judging(self, node: Node, silence: Silence) -> Iterator[None]:
-        """Note whether a server answers while it is used."""
+        """Record whether a server answers while it is used."""
         try:
             yield
         except OSError as error:
@@ -186,11 +185,11 @@ class ValkeyStore(Store):
         node: Node,
         steps: tuple[Callable[[int], Awaitable[Any]], Callable[[int, Any], Awaitable[Result]]],
     ) -> None:
-        """Ask ahead for objects of a queue, until it is empty or another call wants the connection.
+        """Pipeline the requests of a queue, until it is empty or another call needs the connection.
 
         Args:
-            steps: what asks for an object and returns the future of its reply, and what makes a
-                result of the reply.
+            steps: one that requests an object and returns the future of its reply, and one that
+                turns the reply into a result.
         """
         ask, judge = steps
         batch = keyed.batch
@@ -251,7 +250,7 @@ class ValkeyStore(Store):
     def _refused(
         self, batch: Batch, index: int, problem: ErrorReply, *, is_write: bool = False
     ) -> Result:
-        """Return what becomes of an object for which the server answered an error."""
+        """Return the result of an object for which the server replied with an error."""
         if problem.code == "MOVED":
             batch.left.append(index)
             return Result.CANCELLED  # until it is asked for elsewhere
@@ -269,7 +268,7 @@ class ValkeyStore(Store):
     # ---- writing ------------------------------------------------------------------------------
 
     async def _write(self, keyed: _Keyed, queue: deque[int], node: Node, wire: Wire) -> None:
-        """Write the first objects of a queue, but for those that are there."""
+        """Write the first objects of a queue, except those that exist already."""
         batch = keyed.batch
         chunk: list[int] = []
         size_bytes = 0
@@ -319,13 +318,13 @@ class ValkeyStore(Store):
         tail = b"".join(b"\r\n$%d\r\n%b" % (len(word), word) for word in self._ttl) + b"\r\n"
         return [head, header, *(buffer for buffer in slot if buffer.nbytes), tail]
 
-    # ---- short questions, and which server they go to -----------------------------------------
+    # ---- short queries ------------------------------------------------------------------------
 
     async def _ask(self, keys: Sequence[bytes], commands: Sequence[bytes]) -> list[Line | OSError]:
         """Send one command for each key; return for each the answer, or why there is none.
 
         Raises:
-            OSError: no server can be asked at all.
+            OSError: no server can be reached at all.
         """
         answers: list[Line | OSError] = [LoginError("the tier is closed")] * len(keys)
         left = list(range(len(keys)))
@@ -357,7 +356,7 @@ class ValkeyStore(Store):
         commands: Sequence[bytes],
         answers: list[Line | OSError],
     ) -> None:
-        """Send commands to one server, and note its answers."""
+        """Send commands to one server, and store its answers."""
         silence = Silence()
         error: OSError = LoginError("no server of the cluster has this key")
         lines: Sequence[Line] = ()
@@ -424,7 +423,7 @@ class ValkeyStore(Store):
         return await self._in_time(node, node.data.use(work))
 
     async def _tell(self, wire: Wire) -> None:
-        """Let looks on a connection be no uses; Valkey and Redis know that from 7.2 on."""
+        """Make looks on a connection no uses, which Valkey and Redis support from 7.2 on."""
         if wire not in self._told:
             if isinstance(await wire.ask_tree([command(*_NO_TOUCH)]), ErrorReply):
                 self._keeps_use = False
@@ -541,7 +540,7 @@ class ValkeyStore(Store):
 class _Keyed:
     """A batch, with the keys and sizes of its objects.
 
-    What no server was asked for yet, or is on another server than was thought, is left of it.
+    Objects that were not requested yet, or have moved to another server, are left of it.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -557,5 +556,5 @@ _EXISTS: Final = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"
 
 
 def _ttl_words(ttl_s: float | None) -> tuple[bytes, ...]:
-    """Return what is added to SET and GETEX; nothing without a limit."""
+    """Return the words that set a ttl in SET and GETEX; none without one."""
     return () if ttl_s is None else (b"PX", b"%d" % max(1, int(ttl_s * 1000)))

@@ -4,11 +4,10 @@ A connection is a `BufferedProtocol`: the event loop receives into the memory th
 which is that of a slot while the bytes of an object come. Memory is handed out and filled in one
 callback of the loop's thread, so from `abort` on nothing writes to a slot.
 
-A server is not trusted. What was not asked for, is longer than it may be or is no reply ends the
-connection.
+A server is not trusted: an unexpected, oversized or malformed reply ends the connection.
 
-The protocol is read here because other clients copy: objects of 2 MiB come at 0.9 to 1.6 GB/s, and
-with glide at 0.65, with redis-py at 0.5.
+No library does this: glide and redis-py copy each object (0.65 and 0.5 GB/s for 2 MiB, here 0.9 to
+1.6), and their parsers, hiredis too, allocate whatever length a server names.
 """
 
 from __future__ import annotations
@@ -38,18 +37,15 @@ from safe_offload.tiers.valkey.replies import (
 
 
 class StaleError(WireError):
-    """The server closed the connection while it was idle: what was asked had no answer at all."""
+    """The server closed the connection while it was idle: the request had no answer at all."""
 
 
 class Wire(asyncio.BufferedProtocol):
-    """One connection. It belongs to the loop's thread; who sends on it may do so at any time.
-
-    Replies come in the order in which they were asked for.
-    """
+    """One connection, of the loop's thread. Replies arrive in the order of their requests."""
 
     def __init__(self) -> None:
         self.heard_at_s = 0.0
-        """When something last came, by the loop's clock."""
+        """When bytes last arrived, by the loop's clock."""
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._wants: deque[Want] = deque()
@@ -65,22 +61,22 @@ class Wire(asyncio.BufferedProtocol):
 
     @property
     def is_closed(self) -> bool:
-        """Return whether nothing can be asked any more."""
+        """Return whether it takes no more requests."""
         return self._error is not None or self._transport is None
 
     def rest(self) -> None:
-        """It is idle. If it ends before something comes on it again, replies are `StaleError`."""
+        """Mark it as idle. If it ends before bytes arrive again, replies are `StaleError`."""
         self._is_rested = True
 
-    # ---- asking -------------------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------
 
     def ask_lines(
         self, pieces: Iterable[bytes | memoryview], count: int
     ) -> asyncio.Future[list[Line]]:
-        """Send commands that are answered by `count` replies of one line each.
+        """Send commands with `count` replies of one line each.
 
-        Their pieces, which are not joined first, are read until the replies have come, or until the
-        connection is aborted.
+        Their pieces are not copied: they are read until the replies have arrived, or the connection
+        is aborted.
         """
         want = Lines(self._loop, count)
         self._ask(pieces, want)
@@ -92,11 +88,11 @@ class Wire(asyncio.BufferedProtocol):
         slot: Buffers,
         note: Callable[[memoryview], None] | None = None,
     ) -> asyncio.Future[bytes | Misfit | ErrorReply | None]:
-        """Send a command whose reply is an object that is read into a slot; see `Value`.
+        """Send a command whose reply is an object, and read that into a slot; see `Value`.
 
         Returns:
-            The header of the object once its bytes are in the slot; else a misfit, an error, or
-            None if there is no such object.
+            The header of the object once its bytes are in the slot; or a misfit, an error, or None
+            if there is no such object.
         """
         want = Value(self._loop, slot, note)
         self._ask(command, want)
@@ -114,7 +110,7 @@ class Wire(asyncio.BufferedProtocol):
         return want.future
 
     def ask_keys(self, command: Iterable[bytes]) -> asyncio.Future[Tree]:
-        """Send a command with a page of keys as reply; those too long to be ours are empty."""
+        """Send a command with a page of keys as reply; keys too long to be ours are empty."""
         want = AnyReply(
             self._loop, text_bytes_max=KEY_BYTES_MAX, skips_texts=True, bytes_max=PAGE_BYTES_MAX
         )
@@ -122,7 +118,7 @@ class Wire(asyncio.BufferedProtocol):
         return want.future
 
     def abort(self, error: WireError | None = None) -> None:
-        """End the connection. From now on no slot is read or written; all replies are failures."""
+        """End the connection: from now on no slot is read or written, and all replies fail."""
         if self._error is not None:
             return
         self._error = error or WireError("the connection was given up")
@@ -187,7 +183,7 @@ class Wire(asyncio.BufferedProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Give what has come to those who asked for it."""
+        """Give received bytes to the replies that expect them."""
         try:
             while self._wants and self._start < self._end:
                 want = self._wants[0]
