@@ -129,6 +129,3 @@ def test_a_backend_that_cannot_tell_is_waited_for(backend, start, clock, monkeyp
     assert transfers.statistics().num_overdue == 1
     backend.complete(1)
     assert drained(transfers) == [(1, None)]
-
-
-# ---- with fences and the end -------------------------------------------------------------------

@@ -318,21 +318,6 @@ def two_tiers(
 # ---- what the messages do ------------------------------------------------------------------------
 
 
-def test_two_groups_do_not_share_an_object(make_rig):
-    rig = make_rig()
-    both = Keys(bytes([0, 1]), (A, A))
-    rig.runner.spill(TierTransfer(1, both, ids_of([2, 3])))
-    assert rig.outcome(1) == ()
-    assert {found.group_idx for found in rig.tier.objects} == {0, 1}
-
-
-def test_another_generation_is_another_namespace(make_rig):
-    rig = make_rig()
-    rig.spill(1, [0], A, generation="after a reset")
-    assert rig.probe(2, A) == bytes([0])
-    assert rig.probe(3, A, generation="after a reset") == bytes([1])
-
-
 def test_the_nearest_tier_that_has_it_is_named_and_read(make_rig):
     rig, near, far = two_tiers(make_rig)
     near.objects = {name(A): content(1)}
@@ -347,11 +332,16 @@ def test_the_nearest_tier_that_has_it_is_named_and_read(make_rig):
     assert len(far.calls) == 2, "it is not asked for what a near one has"
 
 
-def test_a_spill_goes_to_every_tier_and_is_missing_only_where_none_took_it(make_rig):
+@pytest.mark.parametrize(
+    ("third", "again"), [(Result.PRESENT, 0b10), (Result.DONE, 0b11)], ids=["full", "has room"]
+)
+def test_a_spill_goes_to_every_tier_and_is_missing_only_where_none_took_it(make_rig, third, again):
+    """What one tier had no room for is written to it again if it had room for others."""
     rig, near, far = two_tiers(make_rig)
-    near.answers["spill"] = [[Result.FULL, Result.FULL, Result.DONE]]
+    near.answers["spill"] = [[Result.FULL, Result.FULL, third]]
     far.answers["spill"] = [[Result.DONE, Result.FAILED, Result.PRESENT]]
     assert rig.spill(1, [0, 1, 2], A, B, C) == (1,)
+    assert rig.outcomes[-1].again == bytes([again])
     far.holds = {"spill"}
     assert rig.spill(2, [3], D) is None, "the far tier still reads the slot"
     far.release()
@@ -375,20 +365,8 @@ def test_what_failed_is_to_be_written_again_and_what_was_refused_is_not(make_rig
     rig.tier.answers["spill"] = [[result, result]]
     assert rig.spill(1, [0, 1], A, B) == (0, 1)
     assert rig.outcomes[-1].again == bytes([again, again])
-
-
-def test_what_is_full_while_others_find_room_is_written_again_if_no_tier_has_it(make_rig):
-    rig, near, far = two_tiers(make_rig)
-    near.answers["spill"] = [[Result.FULL, Result.FULL, Result.DONE]]
-    far.answers["spill"] = [[Result.DONE, Result.FAILED, Result.DONE]]
-    assert rig.spill(1, [0, 1, 2], A, B, C) == (1,)
-    assert rig.outcomes[-1].again == bytes([0b11])
-
-
-def test_a_tier_that_is_left_alone_is_written_to_later(make_rig):
-    rig = make_rig()
     rig.fail("spill")
-    assert rig.spill(1, [0], A) == (0,)
+    assert rig.spill(2, [0], A) == (0,), "it is left alone"
     assert rig.outcomes[-1].again == bytes([0b1])
 
 
@@ -1016,14 +994,6 @@ def test_what_comes_in_at_the_very_moment_of_closing_does_not_kill_the_loop(make
     rig.backend.complete_all()
     assert (rig.presence(1), rig.presence(2)) == (bytes(1), bytes(1))
     assert rig.transfers.drain() == [(7, None)]
-
-
-def test_what_comes_after_the_end_fails(make_rig):
-    rig = make_rig()
-    assert rig.close()
-    assert rig.probe(1, A, B) == bytes([0, 0])
-    assert rig.fetch(2, [0], A) is FailureReason.NOT_RUNNING
-    assert rig.spill(3, [0], A) is FailureReason.NOT_RUNNING
 
 
 # ---- what is told of it --------------------------------------------------------------------------

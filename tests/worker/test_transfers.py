@@ -83,45 +83,13 @@ def test_a_fenced_store_is_issued_at_once_in_spite_of_the_bound(backend, start):
     assert drained(transfers) == [(1, None), (3, None), (2, None)]
 
 
-def test_a_fence_returns_when_the_copy_has_read(backend, start):
+def test_a_fence_on_what_has_settled_asks_nothing_of_the_backend(backend, start):
     transfers = start()
     submit(transfers, STORE, 1)
-    backend.wait_for(1)
-    fenced = threading.Thread(target=transfers.fence, args=((1,),), daemon=True)
-    fenced.start()
-    fenced.join(0.02)
-    assert fenced.is_alive()
     backend.complete(1)
-    fenced.join(PATIENCE_S)
-    assert not fenced.is_alive()
-    assert drained(transfers) == [(1, None)]
-
-
-def test_a_fence_on_what_has_settled_or_never_was_returns_at_once(backend, start):
-    transfers = start()
-    submit(transfers, STORE, 1, 2)
-    backend.complete(1)
-    backend.complete(2)
     flush(transfers)
-    transfers.fence((1, 2, 77))
+    transfers.fence((1, 77))
     assert backend.fenced == []
-    assert sorted(transfers.drain()) == [(1, None), (2, None)]
-    transfers.fence((1, 2))
-    assert transfers.drain() == []
-
-
-def test_a_store_that_cannot_be_fenced_in_time_fails_though_its_copy_succeeds(
-    backend, start, monkeypatch
-):
-    monkeypatch.setattr(transfers_module, "FENCE_TIMEOUT_S", 0.01)
-    transfers = start()
-    submit(transfers, STORE, 1, 2)
-    backend.wait_for(2)
-    backend.complete(2)
-    flush(transfers)
-    transfers.fence((1, 2))
-    backend.complete(1)
-    assert sorted(drained(transfers)) == [(1, FailureReason.FENCE_TIMEOUT), (2, None)]
 
 
 def test_a_store_that_is_not_issued_in_time_fails_though_its_copy_succeeds(

@@ -95,7 +95,8 @@ class Run:
         self.refusals.append(error)
 
     def fence(self, picked: set[int], is_kept: bool) -> None:
-        transfer_ids = tuple(self.submitted[i] for i in picked if i < len(self.submitted))
+        known = tuple(self.submitted[i] for i in picked if i < len(self.submitted))
+        transfer_ids = *known, 77  # which never was
         self.urgent.update(transfer_ids)
 
         def answer(completion) -> bool:

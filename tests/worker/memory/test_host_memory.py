@@ -162,20 +162,26 @@ def machine(tmp_path):
     return Machine(tmp_path, available_bytes=100 * GIB)
 
 
-def test_without_a_limit_the_machine_decides(machine):
+STAT = f"anon 1\nactive_file {GIB}\ninactive_file {2 * GIB}\nshmem 5"
+
+
+@pytest.mark.parametrize(
+    ("high", "maximum", "stat", "gib"),
+    [
+        pytest.param("max", "max", "", 100, id="no limit"),
+        pytest.param("max", 10 * GIB, "", 6, id="less what is used"),
+        pytest.param("max", 200 * GIB, "", 100, id="above what the machine has"),
+        pytest.param(8 * GIB, 10 * GIB, "", 4, id="a throttling limit"),
+        pytest.param("max", 10 * GIB, STAT, 9, id="file cache counts as free"),
+        pytest.param("max", 1 * GIB, "", 0, id="above its limit"),
+    ],
+)
+def test_a_version_2_group_has_what_is_left_below_its_limit(machine, high, maximum, stat, gib):
     assert machine.available() == 100 * GIB
-    machine.write("a", memory__max="max", memory__high="max", memory__current=GIB)
-    assert machine.available("0::/a\n") == 100 * GIB
-
-
-def test_the_limit_of_a_version_2_group_less_its_usage_decides(machine):
-    machine.write("a", memory__max=10 * GIB, memory__high="max", memory__current=4 * GIB)
-    assert machine.available("0::/a\n") == 6 * GIB
-
-
-def test_a_limit_above_what_the_machine_has_does_not_decide(machine):
-    machine.write("a", memory__max=200 * GIB, memory__current=4 * GIB)
-    assert machine.available("0::/a\n") == 100 * GIB
+    machine.write(
+        "a", memory__max=maximum, memory__high=high, memory__current=4 * GIB, memory__stat=stat
+    )
+    assert machine.available("0::/a\n") == gib * GIB
 
 
 def test_the_tightest_ancestor_decides(machine):
@@ -183,22 +189,6 @@ def test_the_tightest_ancestor_decides(machine):
     machine.write("a", memory__max=20 * GIB, memory__current=15 * GIB)
     machine.write("", memory__max="max", memory__current=30 * GIB)
     assert machine.available("0::/a/b\n") == 5 * GIB
-
-
-def test_a_throttling_limit_counts_as_a_limit(machine):
-    machine.write("a", memory__max=10 * GIB, memory__high=8 * GIB, memory__current=4 * GIB)
-    assert machine.available("0::/a\n") == 4 * GIB
-
-
-def test_file_cache_of_a_group_counts_as_free(machine):
-    stat = f"anon 1\nactive_file {GIB}\ninactive_file {2 * GIB}\nshmem 5"
-    machine.write("a", memory__max=10 * GIB, memory__current=4 * GIB, memory__stat=stat)
-    assert machine.available("0::/a\n") == 9 * GIB
-
-
-def test_a_group_above_its_limit_has_nothing_left(machine):
-    machine.write("a", memory__max=1 * GIB, memory__current=4 * GIB)
-    assert machine.available("0::/a\n") == 0
 
 
 def test_a_version_1_group_counts_and_its_word_for_no_limit_is_known(machine):
