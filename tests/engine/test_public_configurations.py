@@ -76,7 +76,7 @@ def test_an_engine_starts_and_hits(model, tmp_path, places):
         assert int(info["slots_per_rank"]) == slots
         assert info["eviction_policy"] == public.comes_to.get("eviction_policy", "returns")
         if warned := [key for key in public.warned if key != "eviction_policy"]:
-            (line,) = (text for text in report.log.splitlines() if "of other connectors" in text)
+            (line,) = (text for text in report.log.splitlines() if "without effect" in text)
             assert all(f'"{key}" (' in line for key in warned)
         tiers = public.comes_to.get("paths", ())
         assert report.log.count("Tier file://") >= len(tiers)
