@@ -120,6 +120,21 @@ FIELDS_OF_VLLM = {
 }
 """Fields of vLLM's objects that we set, and that classes of ours have too."""
 
+SLOTS = {
+    "scheduler/loads/admission.py": {"need"},
+    "scheduler/loads/boundaries.py": {"marks", "boundary"},
+    "scheduler/stores/eager.py": {"eager"},
+    "scheduler/stores/extras.py": {"extras"},
+    "scheduler/stores/lazy.py": {"left_out_from"},
+    "scheduler/stores/policy.py": {"tables"},
+    "scheduler/stores/schedule.py": {"is_decoding", "num_computed"},
+    "scheduler/stores/snapshots.py": {"snapshots"},
+    "scheduler/stores/stores.py": {"prefix", "loaded", "num_parts", "left_over"},
+}
+"""The slots of a `RequestState`, by the file that fills them."""
+BODY = "scheduler/requests.py"
+"""It names, for types only, what fills the slots of a request, and what fills them knows it."""
+
 READS_PRIVATE = {
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
     "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
@@ -388,7 +403,8 @@ def test_no_class_of_either_side_inherits_from_one_that_is_made_itself():
 
 def _ours(name: str) -> set[str]:
     """Files of the package that a file imports, for types or inside functions too."""
-    return {FILE_OF[module] for module in imports_of(name) if module in FILE_OF}
+    modules = imports_of(name, with_types=name != BODY)
+    return {FILE_OF[module] for module in modules if module in FILE_OF}
 
 
 def _reached_from(name: str) -> set[str]:
@@ -444,7 +460,13 @@ def test_no_field_is_assigned_outside_the_file_of_its_class(name):
         for node in ast.walk(tree_of(name))
         if isinstance(node, ast.Attribute) and _is_written(node) and not _is_self(node.value)
     }
-    assert not (assigned & elsewhere) - FIELDS[name] - FIELDS_OF_VLLM
+    assert not (assigned & elsewhere) - FIELDS[name] - FIELDS_OF_VLLM - SLOTS.get(name, set())
+
+
+def test_each_slot_of_a_request_is_filled_by_one_file():
+    slots = [slot for filled in SLOTS.values() for slot in filled]
+    assert len(set(slots)) == len(slots)
+    assert set(slots) <= FIELDS[BODY]
 
 
 def _private(tree: ast.Module) -> set[str]:

@@ -24,7 +24,7 @@ from safe_offload.scheduler.cache.hit_curve import NO_RATES
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.feature import NO_MESSAGES, Answer, Feature, methods, together
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
-from safe_offload.scheduler.loads.loads import Loads
+from safe_offload.scheduler.loads.loads import LoadProgress, Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.outdated import Outdated
 from safe_offload.scheduler.pending import Ledger, Load, Store
@@ -161,7 +161,7 @@ class Planner(SchedulerSide):
         self.options = options
         self.counters = counters
         self.leases = LeaseBook(hits.slots)
-        self.book = RequestBook(counters, options.read_hints)
+        self.book = RequestBook(counters, LoadProgress, options.read_hints)
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
@@ -228,7 +228,6 @@ class Planner(SchedulerSide):
         if state is None or state.request is not request:
             if state is not None:  # another one of the same id
                 self._end(state)
-                self.loads.forget(state)
             state = self.book.add(request)
             if state.limits.leaves_nothing:
                 self.policy.keep_out(state)
@@ -409,8 +408,7 @@ class Planner(SchedulerSide):
         if self.steps is not None:
             self.steps.planned(scheduler_output, now_s)
         if self.book.finished:
-            for state in self.book.purge(self.gpu):
-                self.loads.forget(state)
+            self.book.purge(self.gpu)
         if self.outdated.tables:
             self._keep_out()
         new_loads, messages = self.loads.ledger.new, NO_MESSAGES
@@ -612,8 +610,8 @@ class Planner(SchedulerSide):
                     for note in self._note_others:
                         note(outcome)
         self.loads.give_up(self.book)
-        self.stores.give_up()
-        needed = {*self.loads.leases, *self.stores.leases}
+        self.stores.give_up(self.book)
+        needed = {*self.loads.leases(self.book), *self.stores.leases}
         for feature in self.features:
             feature.given_up()
             needed.update(feature.leases())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,18 @@ from safe_offload.observe.counters import Count, Counters, is_milestone
 from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.blocks import BlockSet, GpuBlocks
+    from safe_offload.scheduler.cache.leases import Lease
+    from safe_offload.scheduler.loads.admission import Need
+    from safe_offload.scheduler.loads.boundaries import Boundary
+    from safe_offload.scheduler.loads.loads import LoadProgress
+    from safe_offload.scheduler.stores.eager import EagerProgress
+    from safe_offload.scheduler.stores.extras import Extra
+    from safe_offload.scheduler.stores.snapshots import Snapshot
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -62,11 +70,42 @@ _EDGES: dict[Phase, frozenset[Phase]] = {
 }
 
 
+class RequestQueue(dict["RequestState", None]):
+    """Requests that wait for the same, in the order in which they came: to be walked.
+
+    It answers nothing about a request. `RequestState.close` takes one out of each that it is in.
+
+    Bound: the requests that vLLM has.
+    """
+
+    __slots__ = ()
+
+    def add(self, state: RequestState) -> None:
+        """A request waits from now on, if it does not yet."""
+        if state not in self:
+            self[state] = None
+            state.queues += (self,)
+
+    def discard(self, state: RequestState) -> None:
+        """A request waits no more, if it does."""
+        if state in self:
+            del self[state]
+            state.queues = tuple(queue for queue in state.queues if queue is not self)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        for state in list(self):
+            self.discard(state)
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request. Its state is `limits` and what follows; only the methods here change it.
+    """One request: who it is, where it is in its life, and what others know of it.
 
-    Bound: `HIT_ENDS_MAX` ends.
+    Its state is `limits` and what follows. Only the methods here change it, but for the slots, each
+    of which one other file fills: what is known of a request is here and nowhere else.
+
+    Bound: `HIT_ENDS_MAX` ends, and that of each slot's owner.
 
     Attributes:
         num_loads: loads that not all ranks have reported, or whose failure is not announced.
@@ -80,6 +119,22 @@ class RequestState:
         num_kept_tokens: when it has ended, how many first tokens it has computed that its client
             lets be stored: what there is to learn from a request about what to keep.
         response: the fields that vLLM adds to the `kv_transfer_params` of its response, if any.
+        queues: that it is in; `RequestQueue` alone changes them.
+        load: how far it has come with its hits and loads.
+        need: the GPU blocks that it holds for a load, and those that it misses.
+        marks: some of its hashes, by which those are found that share them.
+        boundary: where vLLM keeps windows and states of it.
+        extras: blocks that vLLM has hashed on our account, boundary by boundary, since it runs.
+        is_decoding: it had computed all its tokens when it was looked at last for what to store.
+        num_computed: of its tokens then, if it had not.
+        snapshots: the block tables that it had then.
+        tables: those that it had when it began to run last.
+        eager: how far its blocks are stored, where they are as soon as they are computed.
+        left_out_from: nothing of it is stored lazily, from this hash on; None if it may be.
+        prefix: a lease of its host copy.
+        loaded: a lease of what it has loaded, until that becomes part of its prefix.
+        num_parts: of stores, that extend its prefix and have not settled.
+        left_over: blocks that found no slots, as they were last seen.
     """
 
     request: Request
@@ -92,6 +147,23 @@ class RequestState:
     is_refused: bool = False
     num_kept_tokens: int = 0
     response: dict[str, Any] | None = None
+    queues: tuple[RequestQueue, ...] = ()
+    # ---- slots
+    load: LoadProgress = field(init=False)
+    need: Need | None = None
+    marks: Sequence[bytes] = ()
+    boundary: Boundary | None = None
+    extras: deque[list[Extra]] | None = None
+    is_decoding: bool = False
+    num_computed: int = 0
+    snapshots: Sequence[Snapshot] = ()
+    tables: Sequence[Sequence[KVCacheBlock]] = ()
+    eager: EagerProgress | None = None
+    left_out_from: int | None = None
+    prefix: Lease | None = None
+    loaded: Lease | None = None
+    num_parts: int = 0
+    left_over: Sequence[BlockSet] = ()
 
     @property
     def finished(self) -> bool:
@@ -138,6 +210,17 @@ class RequestState:
     def respond(self, fields: Mapping[str, Any]) -> None:
         """Add fields to the response of a request that ends."""
         self.response = {**(self.response or {}), **fields}
+
+    def close(self) -> None:
+        """It has ended: it waits in no queue. What its slots hold goes when nothing refers to it.
+
+        Leases and counts that others share are given back by the slots' owners, in the order of
+        `Planner._end`.
+        """
+        self.move(Phase.FINISHED)
+        for queue in self.queues:
+            del queue[self]
+        self.queues = ()
 
     def ends_hits_at(self, num_tokens: int) -> None:
         """Note that hits end at a token."""
@@ -187,17 +270,24 @@ class RequestBook:
     held.
 
     Args:
+        begin_loads: makes what fills the slot `load` of a request.
         read_hints: adds to the limits of a request what its hints ask for; None ignores hints.
     """
 
-    def __init__(self, counters: Counters, read_hints: ReadHints | None = None) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        begin_loads: Callable[[], LoadProgress],
+        read_hints: ReadHints | None = None,
+    ) -> None:
         self._counters = counters
+        self._begin_loads = begin_loads
         self._read_hints = read_hints
         self._states: dict[str, RequestState] = {}
         self.finished: set[str] = set()
         self._held: deque[RequestState] = deque()
         self._num_ended = 0
-        self._perhaps_brought: dict[RequestState, None] = {}
+        self._perhaps_brought = RequestQueue()
         self._num_bad_params = 0
 
     def __repr__(self) -> str:
@@ -209,6 +299,7 @@ class RequestBook:
         if self._read_hints is not None:
             limits = self._read_hints(request, limits)
         state = RequestState(request, limits)
+        state.load = self._begin_loads()
         self._states[request.request_id] = state
         self.finished.discard(request.request_id)
         return state
@@ -244,22 +335,20 @@ class RequestBook:
         """Note that a request has its blocks: to ours it runs, whoever fills them."""
         state.move(Phase.RUNNING)
         if state.request.kv_transfer_params is not None:  # else none brings it from elsewhere
-            self._perhaps_brought[state] = None
+            self._perhaps_brought.add(state)
 
     def finish(self, state: RequestState) -> None:
         """Note that a request has ended."""
-        state.move(Phase.FINISHED)
+        state.close()
         self.finished.add(state.request.request_id)
-        self._perhaps_brought.pop(state, None)
         self._held.appendleft(state)
         self._num_ended += 1
 
-    def purge(self, gpu: GpuBlocks) -> list[RequestState]:
-        """Forget finished requests for which vLLM holds no block any more, and return them.
+    def purge(self, gpu: GpuBlocks) -> None:
+        """Forget finished requests for which vLLM holds no block any more.
 
         Of those that were held before, a few are looked at, in turn.
         """
-        gone = []
         num_looks, self._num_ended = self._num_ended + HELD_LOOKS, 0
         for _ in range(min(len(self._held), num_looks)):
             state = self._held.popleft()
@@ -271,8 +360,6 @@ class RequestBook:
             else:
                 del self._states[request_id]
                 self.finished.discard(request_id)
-                gone.append(state)
-        return gone
 
     @property
     def num_live(self) -> int:
@@ -287,7 +374,7 @@ class RequestBook:
         for state in list(self._perhaps_brought):
             is_waiting = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             if not (is_waiting and state.phase is Phase.RUNNING):
-                del self._perhaps_brought[state]  # until it is given blocks again
+                self._perhaps_brought.discard(state)  # until it is given blocks again
         return [state.request.request_id for state in self._perhaps_brought]
 
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:

@@ -87,7 +87,7 @@ def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig):
         # It computes what it lost, stores it, and is preempted again.
         rig.step_until(lambda: request.num_output_tokens > before)  # noqa: B023
         rig.step_until(lambda: not len(rig.planner.stores))
-    progress = rig.planner.loads.progress[rig.planner.book.get("a2")]
+    progress = rig.planner.book.get("a2").load
     assert progress.num_failed == num_begun == FAILED_LOADS_MAX
     rig.drain()
     rig.check_tokens("a2", 40)

@@ -224,8 +224,8 @@ def test_blocks_that_found_no_slot_and_lose_their_hashes_are_not_stored_later(ma
         rig.step()
     table = rig.planner.gpu.tables_of(0)[0]["a"]
     rig.planner.stores.lose_hashes({block.block_id for block in table[:4]})
-    (left,) = rig.planner.stores.left_over.values()
-    assert [block for blocks in left for block in blocks.blocks] == table[4:10]
+    (state,) = rig.planner.stores.left_over
+    assert [block for blocks in state.left_over for block in blocks.blocks] == table[4:10]
     rig.planner.stores.lose_hashes({block.block_id for block in table})
     assert not rig.planner.stores.left_over
     everything.release()
@@ -258,8 +258,10 @@ def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig):
     rig.add("a", a, max_tokens=30)
     for _ in range(3):
         rig.step()
-    (leftover,) = rig.planner.stores.left_over.values()
-    assert sum(len(sources.blocks) for sources in leftover) == 10, "no slot was free for them"
+    (state,) = rig.planner.stores.left_over
+    assert sum(len(sources.blocks) for sources in state.left_over) == 10, (
+        "no slot was free for them"
+    )
     everything.release()
     rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts
     plan = rig.planned_step()

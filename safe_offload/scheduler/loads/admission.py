@@ -47,7 +47,7 @@ NO_NEED = Need(0, 0)
 class Admission:
     """The requests that hold GPU blocks for a load.
 
-    Its state: `holders`, with what each needs, read only outside; how much all hold together; and a
+    Its state: `RequestState.need` of each, how many there are, how much they hold together, and a
     heap of them, who misses most first.
 
     Bound: the requests that vLLM has, and twice as many entries of the heap. That of a holder which
@@ -57,13 +57,13 @@ class Admission:
     def __init__(self, geometry: GroupGeometry, num_gpu_blocks: int) -> None:
         self._geometry = geometry
         self._num_gpu_blocks = num_gpu_blocks
-        self.holders: dict[RequestState, Need] = {}
+        self.num_holders = 0
         self._num_held = 0
         self._by_missing: list[tuple[int, int, RequestState, Need]] = []
         self._entry_ids = count()
 
     def __repr__(self) -> str:
-        return f"Admission({len(self.holders)} hold blocks)"
+        return f"Admission({self.num_holders} hold blocks)"
 
     def admits(self, state: RequestState, num_tokens: int) -> bool:
         """Whether a request may hold the blocks of its first `num_tokens` tokens.
@@ -71,11 +71,11 @@ class Admission:
         A request that is the only one may: whatever else holds blocks can be preempted. Not to be
         asked where full attention is all there is: vLLM's own check counts right there.
         """
-        old = self.holders.get(state)
+        old = state.need
         if old is not None:
             self.release(state)
         is_admitted = True
-        if self.holders:
+        if self.num_holders:
             need = self._need(state, num_tokens)
             num_left = self._num_gpu_blocks - self._num_held - need.held
             is_admitted = max(need.missing, self._most_missing()) <= num_left
@@ -90,14 +90,17 @@ class Admission:
 
     def release(self, state: RequestState) -> None:
         """A request goes on, or has ended; of others nothing changes."""
-        need = self.holders.pop(state, NO_NEED)
-        self._num_held -= need.held
-        if len(self._by_missing) > 2 * len(self.holders):
+        need, state.need = state.need, None
+        if need is not None:
+            self.num_holders -= 1
+            self._num_held -= need.held
+        if len(self._by_missing) > 2 * self.num_holders:
             self._by_missing = [entry for entry in self._by_missing if self._is_valid(*entry)]
             heapify(self._by_missing)
 
     def _hold(self, state: RequestState, need: Need) -> None:
-        self.holders[state] = need
+        state.need = need
+        self.num_holders += 1
         self._num_held += need.held
         if need is not NO_NEED:
             heappush(self._by_missing, (-need.missing, next(self._entry_ids), state, need))
@@ -109,7 +112,7 @@ class Admission:
         return self._by_missing[0][3].missing
 
     def _is_valid(self, _: int, __: int, state: RequestState, need: Need) -> bool:
-        return self.holders.get(state) is need
+        return state.need is need
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
         if self._geometry.is_plain:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.compat import cache_hits
 from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
@@ -26,6 +26,23 @@ SHARE_MAX = 4
 """Positions are so far apart that their windows take at most a fourth of what the rest takes."""
 STEPS_PER_STATE = 2
 """vLLM ends a step at a boundary where there are states: at most one step more in so many."""
+
+
+class Boundary(NamedTuple):
+    """Where windows and states of a request are kept.
+
+    Attributes:
+        num_found: tokens that vLLM found at the last look-up.
+        own: where it keeps them on its own account; 0 for nowhere.
+        moved: where it keeps them on ours, and was not seen to have done so.
+    """
+
+    num_found: int
+    own: int
+    moved: tuple[int, ...] = ()
+
+
+NOWHERE = Boundary(0, 0)
 
 
 class Boundaries:
@@ -43,10 +60,8 @@ class Boundaries:
         needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
         num_dropped_tokens: of the last block that a hit finds, which vLLM drops for EAGLE drafts.
         num_step_blocks: the most blocks that a step may allocate for its tokens.
-        marks, last: its state; some hashes of each request, and the last request that has each.
-        found: its state; by request the tokens that vLLM found at the last look-up, and where it
-            keeps windows and states on its own account; 0 for nowhere.
-        moved: its state; by request where it keeps them on ours and was not seen to have done so.
+        last: its state, with `RequestState.marks` and `.boundary`: by some hashes of each request,
+            the last one that has each.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
@@ -82,9 +97,6 @@ class Boundaries:
         drafts = coordinator.eagle_group_ids
         self.num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
         self.last: dict[bytes, RequestState] = {}
-        self.marks: dict[RequestState, list[bytes]] = {}
-        self.found: dict[RequestState, tuple[int, int]] = {}
-        self.moved: dict[RequestState, list[int]] = {}
 
     def see(self, state: RequestState) -> None:
         """A request comes: note where it parts from the one here that it shares most with."""
@@ -94,7 +106,7 @@ class Boundaries:
         # Each hash says that all before it are equal too, so those after 1, 2, 4, ... tell which.
         marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]
         known = [self.last[mark] for mark in marks if mark in self.last]
-        self.marks[state] = marks
+        state.marks = marks
         self.last.update(dict.fromkeys(marks, state))
         for other in known[-1:]:
             theirs = other.request.block_hashes
@@ -110,19 +122,14 @@ class Boundaries:
 
     def leave(self, state: RequestState) -> None:
         """A request has ended."""
-        for mark in self.marks.pop(state, ()):
+        for mark in state.marks:
             if self.last.get(mark) is state:
                 del self.last[mark]
+        state.marks = ()
 
     def look_up(self, state: RequestState, num_computed_tokens: int) -> None:
         """VLLM has looked up what its own cache has of a request, and set its boundary."""
-        self.found[state] = num_computed_tokens, kept_boundary(state.request)
-        self.moved.pop(state, None)
-
-    def forget(self, state: RequestState) -> None:
-        """A request has ended, and `extras` is not asked any more."""
-        self.found.pop(state, None)
-        self.moved.pop(state, None)
+        state.boundary = Boundary(num_computed_tokens, kept_boundary(state.request))
 
     def keep(self, state: RequestState, boundary: int, num_computed_tokens: int = 0) -> bool:
         """Move the boundary of a request, unless vLLM's own would be missed.
@@ -130,16 +137,15 @@ class Boundaries:
         Returns:
             Whether it is where it should be.
         """
-        own = self.found.get(state, (0, 0))[1]
+        num_found, own, moved = state.boundary or NOWHERE
         reach = boundary + self._num_step_tokens + self._span
         if num_computed_tokens < own < reach:
             keep_boundary(state.request, own)
             return own == boundary
         can_keep = keep_boundary(state.request, boundary)
         if can_keep and self.every and boundary != own:
-            moved = self.moved.get(state, ())
             begun = [end for end in moved if end - self._span < num_computed_tokens]
-            self.moved[state] = [*begun, boundary]
+            state.boundary = Boundary(num_found, own, (*begun, boundary))
         return can_keep
 
     def part(self, state: RequestState, parted_at: int) -> None:
@@ -153,9 +159,9 @@ class Boundaries:
         load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
         end = load.end_hash * self._hash_block_size
         near = [one for one in load.owner.hit_ends if end < one <= end + self._num_step_tokens]
-        num_found, own = self.found.get(load.owner, (0, 0))
+        num_found, own, moved = load.owner.boundary or NOWHERE
         if own < end:  # which the load takes the place of
-            self.found[load.owner] = num_found, end if own else 0
+            load.owner.boundary = Boundary(num_found, end if own else 0, moved)
             keep_boundary(load.owner.request, 0)
         self.part(load.owner, max(end, parted_at, *near))
 
@@ -179,15 +185,15 @@ class Boundaries:
         Returns:
             The boundary, the group and places in its block table.
         """
-        moved = self.moved.get(state)
+        num_found, own, moved = state.boundary or NOWHERE
         if not moved:
             return
         now, far = kept_boundary(state.request), num_computed_tokens - self.num_dropped_tokens
         passed = {end for end in moved if end <= far or end != now}
         if not passed:
             return
-        self.moved[state] = [end for end in moved if end not in passed]
-        num_found, own = self.found.get(state, (0, 0))
+        left = tuple(end for end in moved if end not in passed)
+        state.boundary = Boundary(num_found, own, left)
         for boundary in sorted(passed):
             for group_idx, size, _ in self._ends:
                 first = max(num_found, boundary - self._span - size, 0) // size

@@ -8,7 +8,6 @@ way in which vLLM recomputes with several KV cache groups.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from safe_offload.scheduler.loads.cost import Costs, Offer
 from safe_offload.scheduler.loads.hits import NO_SLOT, Hit, HostHits, needed
 from safe_offload.scheduler.loads.shared_loads import SharedLoads, Wait, num_shared
 from safe_offload.scheduler.pending import Ledger, Load
-from safe_offload.scheduler.requests import Phase, RequestState
+from safe_offload.scheduler.requests import Phase, RequestQueue, RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -42,6 +41,7 @@ class LoadProgress:
         must_compute: its load failed, or its hit does not pay; no hit is reported for it before it
             has run.
         num_failed: of its loads, over its whole life.
+        has_failed: its load has failed since it ran last.
         wait: for loads of others.
     """
 
@@ -49,14 +49,15 @@ class LoadProgress:
     lease: Lease | None = None
     must_compute: bool = False
     num_failed: int = 0
+    has_failed: bool = False
     wait: Wait = field(default_factory=Wait)
 
 
 class Loads:
     """Hits, loads that are planned or in flight, and failures that vLLM has not been told.
 
-    Its state: the progress of each request, the loads, and the requests whose failure is still to
-    be announced. Nothing else changes it.
+    Its state: the loads, `RequestState.load`, and the requests whose failure is still to be
+    announced. Nothing else changes it.
 
     Bound: the requests that vLLM has.
     """
@@ -82,11 +83,10 @@ class Loads:
         self._shared_loads = SharedLoads(hits, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
-        self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
-        self._failed: set[RequestState] = set()  # whose load has failed since they ran last
-        self._holders: dict[RequestState, None] = {}  # of whom vLLM may hold blocks
+        self._num_failed = 0  # requests whose load has failed since they ran last
+        self._holders = RequestQueue()  # of whom vLLM may hold blocks
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -99,7 +99,7 @@ class Loads:
         Returns:
             Its tokens; None if it waits for loads of other requests (see `shared_loads`).
         """
-        request, progress = state.request, self.progress[state]
+        request, progress = state.request, state.load
         if progress.must_compute:
             if progress.hit is not None:
                 self.drop_hit(state)
@@ -157,14 +157,14 @@ class Loads:
         if hit is not progress.hit:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
-        elif self._failed:
+        elif self._num_failed:
             # vLLM found too few blocks, and may have reserved them for one that holds none now.
             return None
         return hit.num_tokens
 
     def drop_hit(self, state: RequestState) -> None:
         """Give up a reported hit that is not turned into a load."""
-        progress = self.progress[state]
+        progress = state.load
         if progress.lease is not None:
             progress.lease.release()
         progress.hit = progress.lease = None
@@ -214,7 +214,7 @@ class Loads:
         now_s: float,
     ) -> bool:
         """Whether a request waits from now on for another's load of what it has a hit for."""
-        request, wait = state.request, self.progress[state].wait
+        request, wait = state.request, state.load.wait
         wait.begin(load, num_computed_tokens, now_s)
         if self._is_worth_waiting(load, request, num_computed_tokens, num_tokens, now_s):
             self._counters[Count.SHARED_WAITS] += 1
@@ -283,7 +283,7 @@ class Loads:
         vLLM waits for it from now on, so that whatever is wrong with it ends in a failure that is
         announced.
         """
-        progress = self.progress[state]
+        progress = state.load
         hit, lease = progress.hit, progress.lease
         block_ids, slots = self.pair(hit, blocks_by_group, num_tokens)
         num_local_tokens = hit.num_computed_tokens if hit is not None else 0
@@ -356,10 +356,12 @@ class Loads:
 
     def compute(self, state: RequestState) -> None:
         """A request goes on without a load: it may be offered hits and loads again."""
-        if self._admission.holders:
+        if self._admission.num_holders:
             self._admission.release(state)
-        self._has_run(state)
-        progress = self.progress[state]
+        progress = state.load
+        if progress.has_failed:
+            self._no_longer_failed(progress)
+        self._holders.discard(state)
         if progress.hit is not None:
             self.drop_hit(state)
         progress.must_compute = progress.num_failed >= FAILED_LOADS_MAX
@@ -372,10 +374,12 @@ class Loads:
         The same might be unusable again, and vLLM 0.32.0 counts what it has reserved for the first
         load of a request against its second, which in a small pool then never begins.
         """
-        self.progress[state].must_compute = True
+        progress = state.load
+        progress.must_compute = True
         if not state.finished:
-            self._failed.add(state)
-            self._holders[state] = None
+            self._num_failed += not progress.has_failed
+            progress.has_failed = True
+            self._holders.add(state)
 
     def waits_for_failed(self) -> bool:
         """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
@@ -388,31 +392,29 @@ class Loads:
             state = next(iter(self._holders))
             if state.holds_blocks:
                 return True
-            del self._holders[state]  # it takes others only to run
+            self._holders.discard(state)  # it takes others only to run
         return False
-
-    def _has_run(self, state: RequestState) -> None:
-        self._failed.discard(state)
-        self._holders.pop(state, None)
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
-        self._has_run(state)
-        if self._admission.holders:
+        progress = state.load
+        if progress.has_failed:
+            self._no_longer_failed(progress)
+        if self._admission.num_holders:
             self._admission.release(state)
-        if self.progress[state].hit is not None:
+        if progress.hit is not None:
             self.drop_hit(state)
 
-    def forget(self, state: RequestState) -> None:
-        """vLLM holds no block of a request that has ended."""
-        self.progress.pop(state, None)
+    def _no_longer_failed(self, progress: LoadProgress) -> None:
+        progress.has_failed = False
+        self._num_failed -= 1
 
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
         if state.is_announced and state.holds_blocks:
-            self._holders[state] = None
+            self._holders.add(state)
         self.drop_hit(state)
-        self.progress[state].wait.call_off()
+        state.load.wait.call_off()
 
     def fail_all(self) -> None:
         """The host has forgotten everything: what is on its way to the GPU is not used either."""
@@ -447,7 +449,7 @@ class Loads:
         failures, self.unannounced = self.unannounced, []
         for state in failures:
             state.end_load(has_failed=True)
-            progress = self.progress[state]
+            progress = state.load
             progress.num_failed += 1
             if progress.num_failed == FAILED_LOADS_MAX:
                 self._counters[Count.GIVEN_UP_REQUESTS] += 1
@@ -499,10 +501,9 @@ class Loads:
         state.end_load(has_failed=False)
         return True
 
-    @property
-    def leases(self) -> list[Lease]:
-        """Of hits, and of the loads in flight."""
-        hits = [p.lease for p in self.progress.values() if p.lease is not None]
+    def leases(self, book: Iterable[RequestState]) -> list[Lease]:
+        """Return those of the requests' hits, and of the loads in flight."""
+        hits = [lease for state in book if (lease := state.load.lease) is not None]
         return [*hits, *(load.lease for load in self.ledger.in_flight.values())]
 
     @property
@@ -513,7 +514,7 @@ class Loads:
     @property
     def num_holders(self) -> int:
         """Requests that hold GPU blocks for a load."""
-        return len(self._admission.holders)
+        return self._admission.num_holders
 
     @property
     def has_work(self) -> bool:

@@ -13,7 +13,6 @@ table that a preempted request had (`snapshots.py`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -61,9 +60,9 @@ class EagerProgress:
 class EagerStores(StorePolicy):
     """A policy that stores what requests have computed. See `StorePolicy`.
 
-    Its own state: the progress of each request.
+    Its own state: `RequestState.eager`.
 
-    Bound: an entry for each KV cache group of the requests that vLLM has.
+    Bound: an entry for each KV cache group.
     """
 
     def __init__(
@@ -84,15 +83,16 @@ class EagerStores(StorePolicy):
         self._larger_ids = [
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
         ]
-        begin = [0] * len(self._block_sizes)
-        self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
-            lambda: EagerProgress([*begin], begin)
-        )
+        self._begin = [0] * len(self._block_sizes)
         self._counters = counters
         self._may_refuse = may_refuse
 
     def __repr__(self) -> str:
-        return f"EagerStores({len(self.progress)} requests)"
+        return f"EagerStores({self.schedule!r})"
+
+    def _begin_storing(self, state: RequestState) -> EagerProgress:
+        state.eager = EagerProgress([*self._begin], self._begin)
+        return state.eager
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class EagerStores(StorePolicy):
         super().run(state)
         group_idx = self._hits.full_group
         limits = state.limits
-        if not self._may_refuse or group_idx is None or state in self.progress:
+        if not self._may_refuse or group_idx is None or state.eager is not None:
             return
         if limits.store_tokens is not None or limits.pin_s:
             return
@@ -115,7 +115,7 @@ class EagerStores(StorePolicy):
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         super().preempt(state)
-        progress = self.progress[state]
+        progress = state.eager or self._begin_storing(state)
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
 
@@ -126,11 +126,6 @@ class EagerStores(StorePolicy):
             for blocks in self._tails(state):
                 self._stores.add(blocks, state, is_intact=False)
 
-    def end(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        super().end(state)
-        self.progress.pop(state, None)
-
     # ---- a step is planned ---------------------------------------------------------------------
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
@@ -140,9 +135,9 @@ class EagerStores(StorePolicy):
         nothing can have written them yet.
         """
         for state in states:
-            progress = self.progress[state]
-            rescued = self._stores.take_left_over(state)
-            for snapshot in self._snapshots.pop(state, ()):
+            progress = state.eager or self._begin_storing(state)
+            rescued = list(self._stores.take_left_over(state))
+            for snapshot in self._snapshot_taker.drop(state):
                 first = progress.cursors_before[snapshot.group_idx]
                 rescued += self._snapshot_taker.unsaved(state, snapshot, first, given_out)
             for blocks in rescued:
@@ -166,17 +161,15 @@ class EagerStores(StorePolicy):
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
         """Store what requests have computed once the forward of this step has run."""
-        decoding, snapshots = self.schedule.decoding, self._snapshots
-        left_over, loaded = self._stores.left_over, self._stores.loaded
         plain = []
         for state in states:
-            taken = snapshots.get(state)
-            if state not in decoding:
+            taken = state.snapshots
+            if not state.is_decoding:
                 if taken:
-                    del snapshots[state]
+                    self._snapshot_taker.drop(state)
             elif not (taken and taken[0].is_current(state.request)):
-                snapshots[state] = self._snapshot_taker.take(state, is_decoding=True)
-            if state in left_over or state in loaded:
+                self._snapshot_taker.take(state, is_decoding=True)
+            if state.left_over or state.loaded is not None:
                 self._store_computed([state], is_intact=True)
             else:
                 plain.append(state)
@@ -215,12 +208,11 @@ class EagerStores(StorePolicy):
         of slots or because two requests have computed the same, goes request by request.
         """
         found, present = self._scan(states)
-        left_over, loaded = self._stores.left_over, self._stores.loaded
         has_leftover = False
         for state in states:
-            if state in present or state in loaded:
+            if state in present or state.loaded is not None:
                 self._stores.extend_prefix(state, present.get(state, []))
-            if state in left_over:
+            if state.left_over:
                 self._store_leftover(state, is_intact=is_intact)
                 has_leftover = True
         for blocks, owners in found:
@@ -265,7 +257,6 @@ class EagerStores(StorePolicy):
         """
         found = []
         present: dict[RequestState, list[int]] = {}
-        by_state = self.progress
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             kept_in: list[BlockTable] | None = [] if self._gpu.keeps_blocks(group_idx) else None
@@ -277,7 +268,7 @@ class EagerStores(StorePolicy):
                 limit = state.limits.store_tokens
                 if limit is not None:
                     num_hashed = min(num_hashed, limit // self._block_sizes[group_idx])
-                cursors = by_state[state].cursors
+                cursors = (state.eager or self._begin_storing(state)).cursors
                 cursor = cursors[group_idx]
                 if cursor >= num_hashed:
                     continue
@@ -310,7 +301,8 @@ class EagerStores(StorePolicy):
             place = nums_hashed.get(request_id, 0)
             is_allowed = limit is None or (place + 1) * self._block_sizes[group_idx] <= limit
             table = tables.get(request_id, ())
-            if is_allowed and self.progress[state].cursors[group_idx] <= place < len(table):
+            cursors = (state.eager or self._begin_storing(state)).cursors
+            if is_allowed and cursors[group_idx] <= place < len(table):
                 tails.append(BlockSet(group_idx))
                 self._look(state.request, table[place : place + 1], place, tails[-1])
         return tails
@@ -363,7 +355,7 @@ class EagerStores(StorePolicy):
 
     def _pass_over(self, state: RequestState) -> None:
         """Move the cursors to the end of what is hashed, whatever it holds."""
-        cursors = self.progress[state].cursors
+        cursors = (state.eager or self._begin_storing(state)).cursors
         for group_idx in self._group_ids:
             _, nums_hashed = self._gpu.tables_of(group_idx)
             num_hashed = nums_hashed.get(state.request.request_id, 0)

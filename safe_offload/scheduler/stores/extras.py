@@ -38,9 +38,9 @@ class Extras:
 
     A block that a request has hit is as any other from then on: it has paid.
 
-    Its state: the blocks by id; by request those that it has, boundary by boundary; those that were
-    left when it ended; those that are free and being stored; those that are free and may stay where
-    they are, because a guard behind the blocks that two steps need stands at its place.
+    Its state: the blocks by id; `RequestState.extras`; those that were left when a request ended;
+    those that are free and being stored; those that are free and may stay where they are, because a
+    guard behind the blocks that two steps need stands at its place.
 
     Bound: the GPU's blocks, once in each.
     """
@@ -52,14 +52,13 @@ class Extras:
         self._num_step_blocks = hits.boundaries.num_step_blocks
         self._geometry = hits.geometry
         self._hashes: dict[int, bytes] = {}
-        self._held: dict[RequestState, deque[list[Extra]]] = {}
         self._left: list[Extra] = []
         self._unstored: list[Extra] = []
         self._waiting: list[Extra] = []
         self._guard: QueuePlace | None = None
 
     def __repr__(self) -> str:
-        return f"Extras({len(self._held)} requests, {len(self._waiting)} blocks stay)"
+        return f"Extras({len(self._waiting)} blocks stay)"
 
     def look(self, state: RequestState, num_computed_tokens: int) -> None:
         """A request computes on: note what that has hashed, and move its boundary.
@@ -67,9 +66,9 @@ class Extras:
         Args:
             num_computed_tokens: with those of the step that is planned.
         """
-        held = self._held.get(state)
+        held = state.extras
         if held is None:  # it begins to run
-            held = self._held[state] = deque()
+            held = state.extras = deque()
             self._spare_hit(state)
         self._note(state, num_computed_tokens)
         self.boundaries.move(state, num_computed_tokens)
@@ -101,7 +100,9 @@ class Extras:
                     self._hashes[block.block_id] = hash_object
                     found.setdefault(boundary, []).append(Extra(group_idx, block, hash_object))
         if found:
-            self._held.setdefault(state, deque()).extend(found.values())
+            if state.extras is None:
+                state.extras = deque()
+            state.extras.extend(found.values())
 
     def _table(self, request: Request, group_idx: int) -> Sequence[KVCacheBlock]:
         tables, _ = self._gpu.tables_of(group_idx)
@@ -111,13 +112,13 @@ class Extras:
     def end(self, state: RequestState) -> None:
         """A request has ended; if vLLM has finished it, it still has its blocks."""
         self._note(state, state.request.num_computed_tokens)
-        self.boundaries.forget(state)
         self.leave(state)
 
     def leave(self, state: RequestState) -> None:
         """A request has given its blocks back, or is about to."""
-        for extras in self._held.pop(state, ()):
+        for extras in state.extras or ():
             self._left += extras
+        state.extras = None
 
     def _stands(self, one: Extra) -> bool:
         """Whether a block is still what it was, and no request has hit it."""

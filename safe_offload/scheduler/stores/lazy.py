@@ -73,10 +73,8 @@ class LazyStores(StorePolicy):
         """A block at half the distance; the walk begins again when it has left its place."""
         self._last: QueuePlace | None = None
         """The last block that the walk has seen."""
-        self._left_out: dict[RequestState, int] = {}
-        """Requests of which nothing is stored, and how many of their hashes were looked at."""
-        self._growing: dict[RequestState, None] = {}
-        """Those of them that have had blocks, of which more may be hashed."""
+        self._growing: list[RequestState] = []
+        """Requests of which nothing is stored and that have had blocks: more may be hashed."""
         self._left_out_hashes: set[bytes] = set()
         self._sweep_at = SWEEP_MIN
         self._missing = self._unstored  # another one from the first request on that is left out
@@ -102,21 +100,19 @@ class LazyStores(StorePolicy):
         What the GPU has already is of others, who may have it stored.
         """
         num_cached = self._gpu.num_cached_tokens(state.request)
-        self._left_out[state] = num_cached // self._geometry.hash_block_size
+        state.left_out_from = num_cached // self._geometry.hash_block_size
         self._missing = self._unstored_of_others
         if len(self._left_out_hashes) > self._sweep_at:
             self._sweep()
 
     def run(self, state: RequestState) -> None:
         super().run(state)
-        if state in self._left_out:
-            self._growing[state] = None
+        if state.left_out_from is not None:
+            self._growing.append(state)
 
     def end(self, state: RequestState) -> None:
         super().end(state)
         self._has_ended = True
-        if state not in self._growing:
-            self._left_out.pop(state, None)
 
     @property
     def num_left_out(self) -> int:
@@ -170,7 +166,7 @@ class LazyStores(StorePolicy):
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
-            for snapshot in self._snapshots.pop(state, ()):
+            for snapshot in self._snapshot_taker.drop(state):
                 lost, _ = self._snapshot_taker.unsaved(state, snapshot, 0, given_out)
                 self._stores.rescue(lost)
 
@@ -183,9 +179,9 @@ class LazyStores(StorePolicy):
         blocks for a load.
         """
         for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
-            taken, is_decoding = self._snapshots.get(state), state in self.schedule.decoding
+            taken, is_decoding = state.snapshots, state.is_decoding
             if not (is_decoding and taken and taken[0].is_current(state.request)):
-                self._snapshots[state] = self._snapshot_taker.take(state, is_decoding=is_decoding)
+                self._snapshot_taker.take(state, is_decoding=is_decoding)
         if self._given:
             for blocks in self._missing(self._given, self._given_hashes):
                 self._stores.add(blocks, None, is_intact=False)
@@ -221,12 +217,11 @@ class LazyStores(StorePolicy):
     ) -> list[BlockSet]:
         """Return what is to be stored of blocks, but for those that are left out."""
         left_out = self._left_out_hashes
-        for state in list(self._growing):
+        for state in self._growing:
             hashes = state.request.block_hashes
-            left_out.update(hashes[self._left_out[state] :])
-            self._left_out[state] = len(hashes)
-            if state.finished:
-                del self._left_out[state], self._growing[state]
+            left_out.update(hashes[state.left_out_from :])
+            state.left_out_from = len(hashes)
+        self._growing = [s for s in dict.fromkeys(self._growing) if not s.finished]
         length = len(next(iter(left_out), b""))
         hash_objects = [
             None if h is not None and get_block_hash(h)[-length:] in left_out else h

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.stores.extras import Extras
 from safe_offload.scheduler.stores.schedule import MovingSchedule, PlainSchedule, StoreSchedule
-from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
+from safe_offload.scheduler.stores.snapshots import SnapshotTaker
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from safe_offload.scheduler.blocks import GpuBlocks
@@ -23,7 +22,8 @@ class StorePolicy:
     """Finds blocks that are worth storing and hands them to `Stores.add`.
 
     The planner calls it; it calls nothing of the planner. What it notes about a request is gone
-    after `end`. Its state: the schedule, snapshots of the requests that run, and their tables.
+    after `end`. Its state: the schedule, snapshots of the requests that run, and
+    `RequestState.tables`.
 
     Bound: an entry for each KV cache group of the requests that vLLM has.
 
@@ -61,9 +61,6 @@ class StorePolicy:
         else:
             self.schedule = PlainSchedule(*what, is_lazy=is_lazy)
         self._snapshot_taker = SnapshotTaker(hits.geometry, gpu)
-        self._snapshots: dict[RequestState, list[Snapshot]] = {}
-        self._tables: dict[RequestState, list[Sequence[KVCacheBlock]]] = {}
-        """Of each request that has run and not ended, the block tables that it had last."""
 
     def keep_out(self, state: RequestState) -> None:
         """A request is new, and nothing that it computes is to be stored."""
@@ -71,7 +68,7 @@ class StorePolicy:
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""
         self.schedule.add(state)
-        self._tables[state] = self._gpu.all_tables_of(state.request.request_id)
+        state.tables = self._gpu.all_tables_of(state.request.request_id)
 
     def forget_uncomputed(self, state: RequestState) -> set[bytes]:
         """vLLM has taken a request out of the step that is planned, or not put it in.
@@ -83,7 +80,7 @@ class StorePolicy:
         Returns:
             Their hashes.
         """
-        tables = self._tables.pop(state, ())
+        tables, state.tables = state.tables, ()
         size = self._geometry.hash_block_size
         first = self.schedule.num_computed(state) // size
         longest = max(map(len, tables), default=0)
@@ -99,7 +96,7 @@ class StorePolicy:
 
     def forget_table(self, state: RequestState) -> None:
         """What a request computes in the block table that it has is not to be stored."""
-        self._snapshots.pop(state, None)
+        self._snapshot_taker.drop(state)
 
     def finish(self, state: RequestState) -> None:
         """A request is about to end; it still has its blocks and its phase."""
@@ -109,9 +106,8 @@ class StorePolicy:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
-        self.schedule.end(state)
-        self._snapshots.pop(state, None)
-        self._tables.pop(state, None)
+        if self.extras is not None:
+            self.extras.end(state)
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """Store what requests had computed that were preempted in this step.
@@ -135,4 +131,4 @@ class StorePolicy:
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """Store nothing that these, all requests, have computed by now."""
         for state in states:
-            self._snapshots.pop(state, None)
+            self._snapshot_taker.drop(state)

@@ -9,7 +9,7 @@ have filled goes into one store. If one ends or is preempted before, it is looke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.requests import Phase
@@ -30,7 +30,7 @@ class StoreSchedule:
     next, when it is preempted, or when it ends.
 
     Its state: the number of the step, which requests are looked at in the next one and in later
-    ones, and which had computed their prompt, and the answer so far, when they were looked at last.
+    ones, and `RequestState.is_decoding` and `.num_computed`.
 
     Bound: the requests that vLLM has; of those that have ended, until their step comes.
 
@@ -62,33 +62,22 @@ class StoreSchedule:
             num_steps = num_tokens_kept // (2 * num_decode_tokens_max)
             self.num_steps_between = max(1, min(STEPS_BETWEEN_LOOKS, num_steps))
         self._step = 0
-        self._next: dict[RequestState, None] = {}
+        self._next: list[RequestState] = []
         self._later: dict[int, list[RequestState]] = {}
-        self.decoding: set[RequestState] = set()
-        """Who had computed all when it was looked at last; others only read it."""
-        self._num_computed: dict[RequestState, int] = {}
-        """Tokens of those who had not; in both who has ended is not."""
 
     def __repr__(self) -> str:
         return f"StoreSchedule(step {self._step}, {len(self._next)} in the next)"
 
     def add(self, state: RequestState) -> None:
         """A request begins to run: look at it in the next step."""
-        self._next[state] = None
-
-    def end(self, state: RequestState) -> None:
-        """A request has ended."""
-        self.decoding.discard(state)
-        self._num_computed.pop(state, None)
+        self._next.append(state)
 
     def num_computed(self, state: RequestState) -> int:
         """Return how many first tokens a request has computed, without the step that is planned.
 
         The last token of an answer came out of a step that has computed all those before it.
         """
-        if state in self.decoding:
-            return int(state.request.num_tokens) - 1
-        return self._num_computed.get(state, 0)
+        return int(state.request.num_tokens) - 1 if state.is_decoding else state.num_computed
 
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
         """Return the requests to look at in this step, of those that are scheduled in it.
@@ -97,20 +86,20 @@ class StoreSchedule:
             scheduled: number of tokens by request id.
         """
         self._step += 1
-        candidates: Iterable[RequestState] = self._next
+        candidates = self._next
         later = self._later.pop(self._step, None)
         if later:
-            candidates = dict.fromkeys((*self._next, *later))
+            candidates = [*candidates, *later]
         if not candidates:
             return []
-        self._next = {}
+        self._next = []
         found, running = [], Phase.RUNNING
-        for state in candidates:
+        for state in dict.fromkeys(candidates):
             if state.phase is not running:
                 continue  # it is added again when it runs again
             num_tokens = scheduled.get(state.request.request_id)
             if num_tokens is None:
-                self._next[state] = None
+                self._next.append(state)
             else:
                 found.append(state)
                 self._plan_next(state, num_tokens)
@@ -120,11 +109,11 @@ class StoreSchedule:
         request = state.request
         num_tokens, num_computed = request.num_tokens, request.num_computed_tokens + num_scheduled
         if num_computed < num_tokens:
-            self.decoding.discard(state)
-            self._next[state] = None
-            self._num_computed[state] = num_computed
+            state.is_decoding = False
+            self._next.append(state)
+            state.num_computed = num_computed
             return
-        self.decoding.add(state)
+        state.is_decoding = True
         if not self.num_steps_between:
             return
         # vLLM hashes a block when all its tokens are known, which is later than they are computed
@@ -153,10 +142,6 @@ class MovingSchedule(StoreSchedule):
     ) -> None:
         super().__init__(block_sizes, num_decode_tokens_max, num_tokens_kept, is_lazy=is_lazy)
         self._extras = extras
-
-    def end(self, state: RequestState) -> None:
-        super().end(state)
-        self._extras.end(state)
 
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
         """See `StoreSchedule`; if not lazy, extras may be reused from now on."""

@@ -101,7 +101,9 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots, and finds in them what is not stored; it has no state.
+    """Takes snapshots, and finds in them what is not stored.
+
+    Its state: `RequestState.snapshots`.
 
     Bound: an entry for each KV cache group.
     """
@@ -112,8 +114,8 @@ class SnapshotTaker:
         # The tables of other groups do not tell which tokens a block holds.
         self._group_ids = [g for g in geometry.group_ids if gpu.is_positional(g)]
 
-    def take(self, state: RequestState, *, is_decoding: bool) -> list[Snapshot]:
-        """Return snapshots of a request, one for each group."""
+    def take(self, state: RequestState, *, is_decoding: bool) -> None:
+        """Take snapshots of a request, one for each group."""
         request, request_id = state.request, state.request.request_id
         taken = []
         for group_idx in self._group_ids:
@@ -122,6 +124,11 @@ class SnapshotTaker:
             if table:
                 num_blocks = None if is_decoding else nums_hashed.get(request_id, 0)
                 taken.append(Snapshot(group_idx, table, num_blocks, request.num_prompt_tokens))
+        state.snapshots = taken
+
+    def drop(self, state: RequestState) -> Sequence[Snapshot]:
+        """Return the snapshots of a request, which are not kept any longer."""
+        taken, state.snapshots = state.snapshots, ()
         return taken
 
     def unsaved(

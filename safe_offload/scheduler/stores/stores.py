@@ -12,7 +12,7 @@ plan of that step fences the store: nothing of the step may write before the cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import filterfalse
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from safe_offload.observe.counters import FAILED_STORES, Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.pending import Ledger, Part, Store
-from safe_offload.scheduler.requests import Phase, RequestState
+from safe_offload.scheduler.requests import Phase, RequestQueue, RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,9 +35,8 @@ class Stores:
     """All that may still be stored, stores in flight, and the prefixes that they extend.
 
     Its state, which nothing else changes: the parts that no plan names yet, the stores, those in
-    flight that need no fence yet, how many blocks all of them have, and for each request the leases
-    on its prefix and on what it has loaded, its number of parts that have not settled, and what of
-    it found no slots. So a reset, or what takes hashes away, reaches all of it here.
+    flight that need no fence yet, how many blocks all of them have, which requests have blocks that
+    found no slots, and `RequestState.prefix`, `.loaded`, `.num_parts` and `.left_over`.
 
     Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
 
@@ -68,13 +67,9 @@ class Stores:
         self.ledger = ledger
         self._unfenced: dict[int, Store] = {}
         self.num_blocks = 0
-        """Of all of them. Read only outside, as `loaded`."""
-        self._prefixes: dict[RequestState, Lease] = {}
-        self._num_parts: dict[RequestState, int] = {}
-        self.loaded: dict[RequestState, Lease] = {}
-        """What requests have loaded, until it becomes part of their prefix. Read only outside."""
-        self.left_over: dict[RequestState, list[BlockSet]] = {}
-        """Blocks that found no slots, as they were last seen. Read only outside."""
+        """Of all of them. Read only outside."""
+        self.left_over = RequestQueue()
+        """Requests with blocks that found no slots. Read only outside."""
 
     def __repr__(self) -> str:
         return f"Stores({self.ledger!r}, {self.num_blocks} blocks)"
@@ -137,20 +132,21 @@ class Stores:
 
     def put_off(self, state: RequestState, blocks: BlockSet) -> None:
         """Blocks of a request found no slots: keep them for the next time that it is looked at."""
-        self.left_over.setdefault(state, []).append(blocks)
+        self.left_over.add(state)
+        state.left_over = (*state.left_over, blocks)
 
-    def take_left_over(self, state: RequestState) -> list[BlockSet]:
+    def take_left_over(self, state: RequestState) -> Sequence[BlockSet]:
         """Return what was put off of a request, which is not kept any longer."""
-        return self.left_over.pop(state, [])
+        left, state.left_over = state.left_over, ()
+        self.left_over.discard(state)
+        return left
 
     def keep_left_over(self, kept: Callable[[BlockSet], BlockSet]) -> None:
         """Keep only a part of what was put off, of each set of blocks what `kept` returns."""
-        for state, left in list(self.left_over.items()):
-            parts = [part for blocks in left if (part := kept(blocks)).blocks]
-            if parts:
-                self.left_over[state] = parts
-            else:
-                del self.left_over[state]
+        for state in list(self.left_over):
+            state.left_over = [part for b in state.left_over if (part := kept(b)).blocks]
+            if not state.left_over:
+                self.left_over.discard(state)
 
     def rescue(self, blocks: BlockSet) -> None:
         """Store what a request had computed that was preempted in this step, as far as it goes."""
@@ -161,7 +157,7 @@ class Stores:
         """From now on a part is being stored."""
         blocks = part.blocks
         for owner, _ in part.owners:
-            self._num_parts[owner] = self._num_parts.get(owner, 0) + 1
+            owner.num_parts += 1
         self._hits.directory.begin_store(
             part.lease.slots, blocks.group_idx, blocks.hashes, blocks.more_keys, part.owners
         )
@@ -177,18 +173,18 @@ class Stores:
 
     def extend_prefix(self, state: RequestState, present: Sequence[int]) -> None:
         """Lease what the host has of a request, in the order of its tokens."""
-        prefix, loaded = self._prefixes.get(state), self.loaded.pop(state, None)
+        prefix, loaded, state.loaded = state.prefix, state.loaded, None
         if loaded is not None:
             known = set(loaded.slots)
             self._leases.extend(loaded, [slot for slot in present if slot not in known])
             is_all = len(loaded.slots) == len(present)
             loaded.keep(LeaseKind.PREFIX, list(present) if is_all else loaded.slots)
             if prefix is None:
-                self._prefixes[state] = loaded
+                state.prefix = loaded
             else:
                 loaded.give_to(prefix)
         elif present and prefix is None:
-            self._prefixes[state] = self._leases.lease(LeaseKind.PREFIX, present)
+            state.prefix = self._leases.lease(LeaseKind.PREFIX, present)
         elif present and prefix is not None:
             self._leases.extend(prefix, present)
 
@@ -198,19 +194,18 @@ class Stores:
             lease.release()
         else:
             self.release_prefix(state)
-            self.loaded[state] = lease
+            state.loaded = lease
 
     def release_prefix(self, state: RequestState) -> None:
         """Let the host copy of a request's prefix be evicted."""
-        for leases in (self.loaded, self._prefixes):
-            lease = leases.pop(state, None)
+        for lease in (state.loaded, state.prefix):
             if lease is not None:
                 lease.release()
+        state.loaded = state.prefix = None
 
     def end(self, state: RequestState) -> None:
         """A request has ended: release its prefix, unless it is still being extended."""
-        self.left_over.pop(state, None)
-        if state not in self._num_parts:
+        if not state.num_parts:
             self._release_whole(state)
 
     def _release_whole(self, state: RequestState) -> None:
@@ -218,7 +213,9 @@ class Stores:
 
         What they do not need goes first: windows and states that are spare.
         """
-        prefix = None if self._hits.geometry.is_plain else self._prefixes.pop(state, None)
+        prefix = None
+        if not self._hits.geometry.is_plain:
+            prefix, state.prefix = state.prefix, None
         self.release_prefix(state)
         if prefix is not None:
             spare, needed = self._hits.at_ends(state.request, state.hit_ends, prefix.slots)
@@ -313,14 +310,12 @@ class Stores:
         ended = []
         shares: list[tuple[int, Lease | None]] = []
         for state, count in part.owners:
-            num_left = self._num_parts.pop(state) - 1
-            if num_left:
-                self._num_parts[state] = num_left
-            prefix, phase = self._prefixes.get(state), state.phase
+            state.num_parts -= 1
+            prefix, phase = state.prefix, state.phase
             if prefix is None and (phase is Phase.RUNNING or phase is Phase.FINISHED):
-                prefix = self._prefixes[state] = self._leases.lease(LeaseKind.PREFIX)
+                prefix = state.prefix = self._leases.lease(LeaseKind.PREFIX)
             shares.append((count, prefix))
-            if phase is Phase.FINISHED and not num_left:
+            if phase is Phase.FINISHED and not state.num_parts:
                 ended.append(state)
         part.lease.share(shares)
         for state in ended:  # tail first
@@ -358,17 +353,25 @@ class Stores:
 
     def forget_unplanned(self) -> None:
         """Store nothing of what no plan names yet."""
-        self.left_over.clear()
+        self._drop_left_over()
         for part in (*self._exposed, *self._intact):
             self._forget(part)
         self._exposed, self._intact = [], []
+
+    def _drop_left_over(self) -> None:
+        for state in list(self.left_over):
+            self.take_left_over(state)
 
     def _forget(self, part: Part) -> None:
         self._hits.slots.forget(part.lease.slots)
         self._return_slots(part)
 
-    def give_up(self) -> None:
-        """After an internal error: publish nothing, forget each store that no worker copies."""
+    def give_up(self, book: Iterable[RequestState]) -> None:
+        """After an internal error: publish nothing, forget each store that no worker copies.
+
+        Args:
+            book: the requests of vLLM, which have no prefix any more.
+        """
         gone = [*self._exposed, *self._intact]
         for store in self.ledger.give_up():
             self._unfenced.pop(store.transfer_id, None)
@@ -380,10 +383,10 @@ class Stores:
             store.fail()
             store.disown()
             self.num_blocks += sum(len(part.blocks.blocks) for part in store.parts)
-        self.loaded.clear()
-        self._prefixes.clear()
-        self._num_parts.clear()
-        self.left_over.clear()
+        for state in book:
+            state.loaded = state.prefix = None
+            state.num_parts = 0
+        self._drop_left_over()
         self._exposed, self._intact = [], []
 
     @property

@@ -34,7 +34,7 @@ def test_who_is_admitted_is_as_if_all_holders_were_looked_at():
         SimpleNamespace(request=SimpleNamespace(num_tokens=chance.randrange(1, 50)))
         for _ in range(20)
     ]
-    states = [type("State", (), {"request": prompt.request})() for prompt in prompts]
+    states = [type("State", (), {"request": prompt.request, "need": None})() for prompt in prompts]
     answers = set()
     for _ in range(5000):
         state = chance.choice(states)
@@ -52,7 +52,8 @@ def test_who_is_admitted_is_as_if_all_holders_were_looked_at():
         num_left = NUM_BLOCKS - sum(num_held for num_held, _ in needs)
         expected = is_alone or max(missing for _, missing in needs) <= num_left
         assert admission.admits(state, num_tokens) is expected
-        assert admission.holders.keys() == held.keys()
+        assert {state for state in states if state.need is not None} == held.keys()
+        assert admission.num_holders == len(held)
         assert len(admission._by_missing) <= 2 * len(held) + 1
         answers.add(expected)
     assert answers == {True, False}

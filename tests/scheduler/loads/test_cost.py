@@ -544,7 +544,7 @@ def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(make_
     rig.add("second", rig.prompt(41, 1))
     rig.planned_step()
     began_s = rig.clock.now_s
-    assert rig.planner.loads.progress[rig.planner.book.get("second")].wait.load is not None
+    assert rig.planner.book.get("second").load.wait.load is not None
     rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
     assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
     finish_both(rig)

@@ -312,7 +312,6 @@ def test_of_prompts_that_come_together_the_first_computes_for_all(
     for number, name in enumerate(names):
         rig.add(name, parting(rig, number, num_blocks))
     assert begun_at(rig, *names) == [0, *[num_blocks * BLOCK_TOKENS] * 3]
-    assert not rig.planner.hits.boundaries.marks
     assert not rig.planner.hits.boundaries.last
 
 
@@ -506,7 +505,7 @@ def test_it_does_not_wait_for_them_without_end(make_rig):
     rig = make_crowded(make_rig)
     began_s = rig.clock.now_s
     rig.step_until(lambda: status(rig, "r2") == "RUNNING")
-    waited_s = rig.planner.loads.progress[rig.planner.book.get("r2")].wait.waited_s
+    waited_s = rig.planner.book.get("r2").load.wait.waited_s
     assert waited_s >= WAIT_MAX_S >= rig.clock.now_s - began_s - 2
     rig.hold_copies(False)
     finish(rig, ["r1", "r2"])
@@ -535,7 +534,7 @@ def test_copies_that_never_end_are_not_waited_for_without_end(make_rig, timeout_
     rig.step_until(lambda: status(rig, "r2") == "WAITING_FOR_REMOTE_KVS")
     assert bound_s <= rig.clock.now_s - began_s <= bound_s + 2
     assert rig.counts["shared_waits"] == 1
-    assert rig.planner.loads.progress[rig.planner.book.get("r2")].wait.waited_s >= bound_s
+    assert rig.planner.book.get("r2").load.wait.waited_s >= bound_s
     rig.hold_copies(False)
     finish(rig, ["r1", "r2"])
     assert rig.counts["shared_waits_cut"] == 1

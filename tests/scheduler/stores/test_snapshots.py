@@ -99,7 +99,7 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
 
     def watch(request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = rig.planner.book.get(request.request_id)
-        hit = rig.planner.loads.progress[state].hit
+        hit = state.load.hit
         if num_external_tokens and hit is not None:
             end = hit.num_computed_tokens + num_external_tokens
             hit_ends.append(end - request.num_prompt_tokens)

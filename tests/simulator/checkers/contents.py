@@ -209,7 +209,7 @@ class ContentChecker:
             answer = original(request, num_tokens)
             if self._node is not None and answer[0]:  # what was not leased may be another's by now
                 planner = self._core.connector.side
-                self._check_hit(planner.loads.progress[planner.book.find(request)].hit)
+                self._check_hit(planner.book.find(request).load.hit)
             return answer
         finally:
             self._matching = None

@@ -85,8 +85,8 @@ class WaitChecker:
         if answer[0] is None and (self._is_starting() or self._is_held_up()):
             return answer
         side = self._core.connector.side
-        progress = side.loads.progress.get(side.book.find(request))
-        is_put_off = answer[0] is None and progress is not None and progress.wait.is_put_off
+        state = side.book.find(request)
+        is_put_off = answer[0] is None and state is not None and state.load.wait.is_put_off
         waiter = self._waiters.setdefault(id(request), _Waiter(request))
         now_s = self._core.clock.now_s
         if waiter.is_put_off or (waiter.waits_for and not waiter.may_be_for_tiers):

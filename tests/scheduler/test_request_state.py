@@ -1,0 +1,128 @@
+"""What the scheduler side knows of a request is in its `RequestState`, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+import safe_offload.scheduler
+from safe_offload.scheduler.requests import RequestQueue, RequestState
+from tests.simulator.profiles import PROFILES
+from tests.simulator.run import Fleet, Run, make_stores
+from tests.simulator.workload import make_events
+
+SCHEDULER = Path(safe_offload.scheduler.__file__).parent
+KEYED = {"dict", "defaultdict", "Counter", "set", "Mapping", "MutableMapping"}
+OF_A_REQUEST = {"Request", "RequestState"}
+MAY_BE_KEYED = {"RequestBook"}
+"""Classes of which a container may be keyed by request: the book, which tells requests apart."""
+OF_VLLM = {"BlockTable.tables", "Costs.scheduled"}
+"""Containers that vLLM keeps, or has made for a step."""
+STILL_KEYED = {
+    *("Origins._live", "Outdated.tables"),
+    *("Estimates.seen_states", "TenantShares._asked"),
+    *("Fetch.users"),
+    *("LookUps._by_request", "PrivateBlocks.growing", "PrivateBlocks.noted"),
+    *("PendingProbe.users", "Pins._users"),
+}
+PROFILES_WITH_ALL = (
+    *("plain", "hybrid-pressure", "lazy-pressure", "resets", "mamba-gpu", "loads-fail"),
+    *("tenants-lazy", "pins-tenants", "tiers-tenants", "tiers-hybrid-lazy", "node-pins"),
+)
+"""Profiles which together have every part of the scheduler side."""
+LOOK_EVERY = 3
+
+
+def keyed_by_request(root: object, ids: set[str]) -> Iterator[str]:
+    """Yield the class and field of containers below an object that are keyed by request."""
+    seen: set[int] = set()
+    reached: list[tuple[str, object]] = [("", root)]
+    while reached:
+        name, found = reached.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, RequestQueue):
+            continue  # it is walked, and answers nothing about a request
+        if isinstance(found, Mapping | Set):
+            if any(isinstance(key, Request | RequestState) or key in ids for key in found):
+                yield name
+            reached += [(name, key) for key in found]
+            reached += [(name, v) for v in found.values()] if isinstance(found, Mapping) else []
+        elif isinstance(found, list | tuple | deque):
+            reached += [(name, item) for item in found]
+        elif type(found).__module__.startswith("safe_offload."):
+            kind = type(found).__name__
+            fields = {*getattr(found, "__dict__", ())}.union(
+                *(getattr(base, "__slots__", ()) for base in type(found).__mro__)
+            )
+            for field in fields if kind not in MAY_BE_KEYED else ():
+                if f"{kind}.{field}" not in OF_VLLM:
+                    reached.append((f"{kind}.{field}", getattr(found, field, None)))
+
+
+@pytest.mark.parametrize("name", PROFILES_WITH_ALL)
+def test_no_container_is_keyed_by_request(name, monkeypatch):
+    found: set[str] = set()
+    ids: set[str] = set()
+    looks: list[int] = []
+    step = Run._step
+
+    def step_and_look(run: Run) -> None:
+        step(run)
+        if run.core.num_steps % LOOK_EVERY == 0:
+            side: Any = run.core.connector.side
+            ids.update(run.core.scheduler.requests)
+            found.update(keyed_by_request(side, ids))
+            looks.append(len(list(side.book)))
+
+    monkeypatch.setattr(Run, "_step", step_and_look)
+    profile = PROFILES[name]
+    fleet = Fleet(profile, 0, make_events(profile, 0), make_stores(profile))
+    try:
+        fleet.go()
+    finally:
+        fleet.close()
+    assert sum(looks) > 100, "there were requests to know something of"
+    still = {field.partition(".")[2] for field in STILL_KEYED}
+    assert {f for f in found if f.partition(".")[2] not in still} == set()
+
+
+def annotations_keyed_by_request(tree: ast.AST) -> Iterator[str]:
+    """Yield the fields that are annotated as containers keyed by request, with their class."""
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef) and kind.name not in MAY_BE_KEYED:
+            for node in ast.walk(kind):
+                if isinstance(node, ast.AnnAssign) and _is_keyed(node.annotation):
+                    field = node.target
+                    is_own = isinstance(field, ast.Attribute) or field in map(_target, kind.body)
+                    if is_own:
+                        yield f"{kind.name}.{ast.unparse(field).removeprefix('self.')}"
+
+
+def _target(node: ast.stmt) -> ast.expr | None:
+    return node.target if isinstance(node, ast.AnnAssign) else None
+
+
+def _is_keyed(annotation: ast.expr) -> bool:
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in KEYED:
+            keys = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+            if ast.unparse(keys) in OF_A_REQUEST:
+                return True
+    return False
+
+
+def test_no_field_is_annotated_as_keyed_by_request():
+    found = {
+        field
+        for path in SCHEDULER.rglob("*.py")
+        for field in annotations_keyed_by_request(ast.parse(path.read_text()))
+    }
+    assert found == STILL_KEYED - {"Pins._users"}
