@@ -117,6 +117,7 @@ class Composition:
         if config.uses_blocks_of_others:
             has_version = bool(config.tiers and config.tiers[0].model_version)
             private = PrivateBlocks(
+                planner.book,
                 planner.hits,
                 planner.gpu,
                 tells_media_ids=media_ids.tells_media_ids(self._vllm_config),
@@ -138,6 +139,7 @@ class Composition:
         return TierContext(
             hits=planner.hits,
             gpu=planner.gpu,
+            book=planner.book,
             leases=planner.leases,
             loads=planner.loads.ledger,
             transfer_ids=planner.transfer_ids,

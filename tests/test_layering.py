@@ -123,6 +123,7 @@ FIELDS_OF_VLLM = {
 SLOTS = {
     "scheduler/loads/admission.py": {"need"},
     "scheduler/loads/boundaries.py": {"marks", "boundary"},
+    "scheduler/outdated.py": {"outdated"},
     "scheduler/stores/eager.py": {"eager"},
     "scheduler/stores/extras.py": {"extras"},
     "scheduler/stores/lazy.py": {"left_out_from"},
@@ -130,6 +131,8 @@ SLOTS = {
     "scheduler/stores/schedule.py": {"is_decoding", "num_computed"},
     "scheduler/stores/snapshots.py": {"snapshots"},
     "scheduler/stores/stores.py": {"prefix", "loaded", "num_parts", "left_over"},
+    "scheduler/tiers/lookups.py": {"lookup"},
+    "scheduler/tiers/private.py": {"private"},
 }
 """The slots of a `RequestState`, by the file that fills them."""
 BODY = "scheduler/requests.py"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.blocks import BlockTable, block_hash_of, get_block_hash
+from safe_offload.scheduler.requests import RequestQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Table:
-    """A block table of such a request.
+class OutdatedTable:
+    """A block table that a request had at a reset.
+
+    Bound: an entry for each block of it.
 
     Attributes:
         num_seen: of its first blocks, those whose hashes were taken; they get none again.
@@ -49,24 +52,24 @@ class Outdated:
             any request has a hash for as long as there are such requests.
 
     Attributes:
-        tables: of these requests; read only outside.
+        requests: these; with the tables that they had, `RequestState.outdated`. Read only outside.
         taken_ids: blocks whose hashes the last look has taken; with states, some of them.
     """
 
     def __init__(self, gpu: GpuBlocks, *, has_states: bool) -> None:
         self._gpu = gpu
         self._has_states = has_states
-        self.tables: dict[RequestState, list[_Table]] = {}
+        self.requests = RequestQueue()
         self.taken_ids: set[int] = set()
 
     def __repr__(self) -> str:
         return f"Outdated({len(self)} requests)"
 
     def __len__(self) -> int:
-        return len(self.tables)
+        return len(self.requests)
 
     def __contains__(self, state: RequestState) -> bool:
-        return state in self.tables
+        return bool(state.outdated)
 
     def begin(self, book: Iterable[RequestState]) -> None:
         """There was a reset: all that any request has, or that vLLM keeps, is of before it."""
@@ -81,10 +84,11 @@ class Outdated:
         for group_idx in range(self._gpu.num_groups):
             tables, _ = self._gpu.tables_of(group_idx)
             if table := tables.get(request_id):
-                found.append(_Table(BlockTable(tables, request_id, table), group_idx))
+                found.append(OutdatedTable(BlockTable(tables, request_id, table), group_idx))
                 found[-1].watched = list(table)
         if found:
-            self.tables[state] = found
+            state.outdated = found
+            self.requests.add(state)
 
     def keep_out(
         self, book: Iterable[RequestState], only: Sequence[RequestState] = ()
@@ -98,7 +102,7 @@ class Outdated:
             The requests, with those that were found on the way. Those that were preempted since are
             of no concern after this.
         """
-        states = list(only or self.tables)
+        states = list(only or self.requests)
         taken: set[int] = set()
         is_shared = False
         for state in states:
@@ -107,7 +111,8 @@ class Outdated:
             states += self._found_by_others(book, taken)
         for state in states:
             if not self._stands(state):
-                self.tables.pop(state, None)
+                state.outdated = ()
+                self.requests.discard(state)
         self.taken_ids = taken
         if self._has_states:
             self._gpu.forget_hashes()
@@ -118,7 +123,7 @@ class Outdated:
     def _take(self, state: RequestState, taken: set[int]) -> bool:
         """Add the blocks whose hashes are to go; return whether others may have found one."""
         is_shared = False
-        for table in self.tables[state]:
+        for table in state.outdated:
             for block, num_owners in self._hashed_since(table, state):
                 taken.add(block.block_id)
                 is_shared |= block.ref_cnt > num_owners
@@ -153,10 +158,10 @@ class Outdated:
 
     def _stands(self, state: RequestState) -> bool:
         """Whether a request is known, and still has a table that it had then."""
-        return any(table.kept_in.stands() for table in self.tables.get(state, ()))
+        return any(table.kept_in.stands() for table in state.outdated)
 
     def _hashed_since(
-        self, table: _Table, state: RequestState
+        self, table: OutdatedTable, state: RequestState
     ) -> Iterator[tuple[KVCacheBlock, bool]]:
         """Yield what vLLM has hashed of a table since the last look, and if it is still in there.
 
@@ -183,7 +188,7 @@ class Outdated:
             if is_kept or get_block_hash(hash_object)[-length:] in own:
                 yield block, is_kept
 
-    def _num_hashed(self, table: _Table, request: Request) -> int:
+    def _num_hashed(self, table: OutdatedTable, request: Request) -> int:
         """Return how many first blocks of a table need no other look.
 
         The block that a prompt ends in is given a hash of its first part again and again.
@@ -195,7 +200,3 @@ class Outdated:
         prompt_end = int(request.num_prompt_tokens) - 1
         num_before = prompt_end // self._gpu.block_tokens(table.group_idx)
         return min(nums_hashed.get(table.kept_in.request_id, 0), num_before)
-
-    def end(self, state: RequestState) -> None:
-        """A request has ended."""
-        self.tables.pop(state, None)

@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from safe_offload.protocol import ALL_TIERS, FailureReason
+from safe_offload.scheduler.requests import RequestQueue
 
 if TYPE_CHECKING:
     from safe_offload.protocol import Outcome, TierTransfer, Transfer
@@ -302,7 +303,7 @@ class Fetch(TierPending):
 
     epoch: int
     batch: FetchBatch
-    users: set[RequestState]
+    users: RequestQueue = field(default_factory=RequestQueue)
     first_token: int
 
     @property

@@ -380,8 +380,6 @@ class Planner(SchedulerSide):
             self.hits.boundaries.leave(state)
             self.book.finish(state)
             self.policy.end(state)
-            if self.outdated.tables:
-                self.outdated.end(state)
             self.stores.end(state)
             if self._ended is not None:
                 self._ended(state)
@@ -409,7 +407,7 @@ class Planner(SchedulerSide):
             self.steps.planned(scheduler_output, now_s)
         if self.book.finished:
             self.book.purge(self.gpu)
-        if self.outdated.tables:
+        if self.outdated.requests:
             self._keep_out()
         new_loads, messages = self.loads.ledger.new, NO_MESSAGES
         if not self._is_disabled:

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.loads.admission import Need
     from safe_offload.scheduler.loads.boundaries import Boundary
     from safe_offload.scheduler.loads.loads import LoadProgress
+    from safe_offload.scheduler.outdated import OutdatedTable
     from safe_offload.scheduler.stores.eager import EagerProgress
     from safe_offload.scheduler.stores.extras import Extra
     from safe_offload.scheduler.stores.snapshots import Snapshot
+    from safe_offload.scheduler.tiers.lookups import LookUp
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -92,7 +94,7 @@ class RequestQueue(dict["RequestState", None]):
             del self[state]
             state.queues = tuple(queue for queue in state.queues if queue is not self)
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Nobody waits any more."""
         for state in list(self):
             self.discard(state)
@@ -135,6 +137,9 @@ class RequestState:
         loaded: a lease of what it has loaded, until that becomes part of its prefix.
         num_parts: of stores, that extend its prefix and have not settled.
         left_over: blocks that found no slots, as they were last seen.
+        outdated: the block tables that it had at a reset, if it has one of them still.
+        lookup: what it does with tiers; None if nothing.
+        private: how many of its hashes were looked at for private ones; None if it has none.
     """
 
     request: Request
@@ -164,6 +169,9 @@ class RequestState:
     loaded: Lease | None = None
     num_parts: int = 0
     left_over: Sequence[BlockSet] = ()
+    outdated: Sequence[OutdatedTable] = ()
+    lookup: LookUp | None = None
+    private: int | None = None
 
     @property
     def finished(self) -> bool:

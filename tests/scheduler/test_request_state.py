@@ -25,11 +25,7 @@ MAY_BE_KEYED = {"RequestBook"}
 OF_VLLM = {"BlockTable.tables", "Costs.scheduled"}
 """Containers that vLLM keeps, or has made for a step."""
 STILL_KEYED = {
-    *("Origins._live", "Outdated.tables"),
-    *("Estimates.seen_states", "TenantShares._asked"),
-    *("Fetch.users"),
-    *("LookUps._by_request", "PrivateBlocks.growing", "PrivateBlocks.noted"),
-    *("PendingProbe.users", "Pins._users"),
+    *("Origins._live", "Estimates.seen_states", "TenantShares._asked", "Pins._users"),
 }
 PROFILES_WITH_ALL = (
     *("plain", "hybrid-pressure", "lazy-pressure", "resets", "mamba-gpu", "loads-fail"),

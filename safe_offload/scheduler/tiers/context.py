@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.loads.cost import Costs
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.pending import Ledger, Load
+    from safe_offload.scheduler.requests import RequestBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class TierContext:
 
     hits: HostHits
     gpu: GpuBlocks
+    book: RequestBook
     leases: LeaseBook
     loads: Ledger[Load]
     transfer_ids: Iterator[int]

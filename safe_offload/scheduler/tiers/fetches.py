@@ -104,9 +104,9 @@ class Fetches:
                 missing=set(),
                 epoch=self._hits.directory.epoch,
                 batch=batch,
-                users={user},
                 first_token=blocks[0].first_token if self._hits.geometry.is_plain else first_token,
             )
+            fetch.users.add(user)
             self._by_slot.update(dict.fromkeys(lease.slots, fetch))
             fetches.append(fetch)
         self.ledger.new.extend(fetches)

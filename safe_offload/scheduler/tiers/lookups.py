@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import TIER_WAIT_S, Count
 from safe_offload.scheduler.loads.cost import Offer, TierCosts
+from safe_offload.scheduler.requests import RequestQueue
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.pending import Fetch
@@ -154,13 +155,10 @@ class LookUp:
 class LookUps:
     """The look-ups of all requests.
 
-    Its state, which nothing else changes: the look-ups by request, how many there have been, and
-    those for which it is to be decided what to fetch.
-
-    Bound: the requests that vLLM has.
+    Its state, which nothing else changes: `RequestState.lookup`, and how many there have been.
 
     Attributes:
-        wanting: read only outside.
+        wanting: requests for which it is to be decided what to fetch. Read only outside.
     """
 
     def __init__(
@@ -179,17 +177,17 @@ class LookUps:
         self._private = private
         self._probes = probes
         self._fetches = fetches
-        self._by_request: dict[RequestState, LookUp] = {}
+        self._book = context.book
         self._num_begun = 0
-        self.wanting: dict[LookUp, None] = {}
+        self.wanting = RequestQueue()
 
     def __repr__(self) -> str:
-        return f"LookUps({self.num_active} of {len(self._by_request)} are active)"
+        return f"LookUps({self.num_active} are active)"
 
     def see(self, user: RequestState) -> None:
         """A request is new, and may read: look it up while it waits for its turn."""
         self._num_begun += 1
-        lookup = self._by_request[user] = LookUp(user, self._num_begun)
+        lookup = user.lookup = LookUp(user, self._num_begun)
         self._begin(lookup, self._gpu.num_cached_tokens(user.request))
 
     def _begin(self, lookup: LookUp, num_computed_tokens: int) -> None:
@@ -246,11 +244,11 @@ class LookUps:
 
     def _want(self, lookup: LookUp) -> None:
         lookup.move(LookUpState.WANTING)
-        self.wanting[lookup] = None
+        self.wanting.add(lookup.user)
 
     def waits(self, user: RequestState, num_computed_tokens: int, now_s: float) -> bool:
         """Whether a request is to wait for tiers, when vLLM asks how many tokens the host has."""
-        lookup = self._by_request.get(user)
+        lookup = user.lookup
         if lookup is None:
             return False
         if lookup.state is LookUpState.IDLE:
@@ -300,7 +298,7 @@ class LookUps:
         wait_max_s: float,
     ) -> None:
         """Blocks of a span are on their way; see `LookUp`."""
-        del self.wanting[lookup]
+        self.wanting.discard(lookup.user)
         self._probes.release(lookup.probes, lookup.user)
         lookup.move(LookUpState.FETCHING)
         lookup.fetches, lookup.starts, lookup.wait_max_s = fetches, starts, wait_max_s
@@ -314,7 +312,7 @@ class LookUps:
     def finish(self, lookup: LookUp) -> None:
         """Wait for nothing more; what has come stays leased until the request has matched."""
         self._probes.release(lookup.probes, lookup.user)
-        self.wanting.pop(lookup, None)
+        self.wanting.discard(lookup.user)
         lookup.end()
 
     def _release(self, lookup: LookUp) -> None:
@@ -326,13 +324,13 @@ class LookUps:
 
     def matched(self, user: RequestState) -> None:
         """vLLM was told of the hit of a request, or that there is none: it has its own lease."""
-        lookup = self._by_request.get(user)
+        lookup = user.lookup
         if lookup is not None and lookup.fetches:
             self._release(lookup)
 
     def hit_tokens(self, user: RequestState, first_token: int, num_tokens: int) -> dict[int, int]:
         """Return how many tokens of a load come from which tier, the farthest; 0 is the host."""
-        lookup, geometry = self._by_request.get(user), self._hits.geometry
+        lookup, geometry = user.lookup, self._hits.geometry
         tiers: dict[tuple[int, bytes], int] = {}
         for fetch in lookup.brought if lookup is not None else ():
             keys = fetch.message.keys
@@ -352,7 +350,7 @@ class LookUps:
 
     def scheduled(self, user: RequestState, num_tokens: int) -> None:
         """vLLM has given a request blocks, to load `num_tokens` tokens or to run."""
-        lookup = self._by_request.get(user)
+        lookup = user.lookup
         if lookup is not None:
             self._release(lookup)
             if not num_tokens and lookup.state is LookUpState.OVER:
@@ -360,35 +358,39 @@ class LookUps:
 
     def end(self, user: RequestState) -> None:
         """A request has ended."""
-        lookup = self._by_request.pop(user, None)
+        lookup, user.lookup = user.lookup, None
         if lookup is not None:
             self._release(lookup)
 
     def answered(self, probe: PendingProbe) -> None:
         """All ranks have answered a probe."""
-        for lookup in map(self._by_request.__getitem__, probe.users):
+        for lookup in self._of(probe.users):
             if lookup.answered() and lookup.state is LookUpState.ASKING:
                 self._want(lookup)
 
     def fetched(self, fetch: Fetch) -> None:
         """A fetch has ended."""
-        for lookup in map(self._by_request.__getitem__, fetch.users):
+        for lookup in self._of(fetch.users):
             if lookup.state is LookUpState.FETCHING and lookup.has_arrived:
                 lookup.end()
 
     def stop(self) -> None:
         """Look up nothing of what was wanted until now; what is in flight goes on."""
-        for lookup in self._by_request.values():
+        for lookup in self._of(self._book):
             self._release(lookup)
             if lookup.state is LookUpState.IDLE:
                 lookup.end()
 
     def give_up(self) -> None:
         """After an internal error: forget all requests."""
-        self._by_request.clear()
+        for state in self._book:
+            state.lookup = None
         self.wanting.clear()
+
+    def _of(self, users: Iterable[RequestState]) -> list[LookUp]:
+        return [lookup for user in users if (lookup := user.lookup) is not None]
 
     @property
     def num_active(self) -> int:
         """Requests that wait for tiers, or will when vLLM asks about them."""
-        return sum(lookup.is_active for lookup in self._by_request.values())
+        return sum(lookup.is_active for lookup in self._of(self._book))

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from safe_offload.compat.media_ids import tells_content
 from safe_offload.scheduler.feature import Feature
+from safe_offload.scheduler.requests import RequestQueue
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
-    from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.requests import RequestBook, RequestState
 
 SWEEP_MIN = 1 << 16
 """Hashes that are kept before it is looked which are of any use."""
@@ -37,42 +38,43 @@ class PrivateBlocks(Feature):
 
     Attributes:
         hashes: read only outside.
-        noted: likewise; the requests that have some, and how many of their hashes were looked at.
-        growing: likewise; those of them that may have others by now: sessions, and who has run.
+        growing: likewise; the requests with some (`RequestState.private`) that may have others by
+            now: sessions, and who has run.
     """
 
     def __init__(
         self,
+        book: RequestBook,
         hits: HostHits,
         gpu: GpuBlocks,
         *,
         tells_media_ids: bool,
         vouches_for_adapters: bool = False,
     ) -> None:
+        self._book = book
         self._hits = hits
         self._gpu = gpu
         self._tells_media_ids = tells_media_ids
         self._vouches_for_adapters = vouches_for_adapters
         self.hashes: set[bytes] = set()
-        self.noted: dict[Request, int] = {}
-        self.growing: dict[Request, None] = {}
+        self.growing = RequestQueue()
         self._sweep_at = SWEEP_MIN
 
     def __repr__(self) -> str:
-        return f"PrivateBlocks({len(self.noted)} requests, {len(self.hashes)} hashes)"
+        return f"PrivateBlocks({len(self.hashes)} hashes)"
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
         request = state.request
         first = self._first(request)
         if first is not None or request.resumable:
-            self.noted[request] = first or 0
-            self._note(request)
+            state.private = first or 0
+            self._note(state)
             if request.resumable:
-                self.growing[request] = None
+                self.growing.add(state)
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        if state.request in self.noted:
-            self.growing[state.request] = None
+        if state.private is not None:
+            self.growing.add(state)
 
     def _first(self, request: Request) -> int | None:
         """Return the first of its hashes that is private; None if none is."""
@@ -87,31 +89,30 @@ class PrivateBlocks(Feature):
 
     def learn(self) -> None:
         """A step is planned, in which any block that is hashed by now may be stored."""
-        for request in self.growing:
-            self._note(request)
+        for state in self.growing:
+            self._note(state)
         if len(self.hashes) > self._sweep_at:
             self._sweep()
 
     def ended(self, state: RequestState) -> None:
         """See `Feature`; others may still find what the request has computed."""
-        request = state.request
-        if request in self.noted:
-            self._note(request)
-            del self.noted[request]
-            self.growing.pop(request, None)
+        if state.private is not None:
+            self._note(state)
+            state.private = None
 
-    def _note(self, request: Request) -> None:
+    def _note(self, state: RequestState) -> None:
+        request, first = state.request, state.private
         hashes = request.block_hashes
-        first: int | None = self.noted[request]
         if request.resumable:  # with media that it had not, and hashes that are others by now
             first = self._first(request)
         if first is not None and first < len(hashes):
             self.hashes.update(hashes[first:])
-            self.noted[request] = len(hashes)
+            state.private = len(hashes)
 
     def _sweep(self) -> None:
         """Forget what neither the GPU, nor the host, nor a request has any more."""
         kept = self._gpu.cached_hashes().union(*self._hits.directory.tables)
-        kept.update(*(request.block_hashes for request in self.noted))
+        of_live = (s.request.block_hashes for s in self._book if s.private is not None)
+        kept.update(*of_live)
         self.hashes &= kept
         self._sweep_at = max(SWEEP_MIN, 2 * len(self.hashes))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import Keys, Presence, Probe
+from safe_offload.scheduler.requests import RequestQueue
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
@@ -40,7 +41,7 @@ class PendingProbe:
 
     probe_id: int
     keys: Keys
-    users: dict[RequestState, None]
+    users: RequestQueue
     ranks_left: set[int]
     tiers: bytes = b""
     sent_s: float | None = None
@@ -109,20 +110,20 @@ class Probes:
             hashes += new
         if hashes:
             keys = Keys(bytes(group_ids), tuple(hashes))
-            probe = PendingProbe(self._next_id, keys, {}, set(range(self._num_ranks)))
+            probe = PendingProbe(self._next_id, keys, RequestQueue(), set(range(self._num_ranks)))
             self._next_id += 1
             self.waiting[probe.probe_id] = probe
             probes[probe] = None
             for group_idx, block_hash in zip(group_ids, hashes, strict=True):
                 self._asked[group_idx][block_hash] = probe
         for probe in probes:
-            probe.users[user] = None
+            probe.users.add(user)
         return list(probes)
 
     def release(self, probes: Iterable[PendingProbe], user: RequestState) -> None:
         """A request needs these answers no more; what no request needs is not asked."""
         for probe in probes:
-            probe.users.pop(user, None)
+            probe.users.discard(user)
             if not probe.users and probe.probe_id in self.waiting:
                 del self.waiting[probe.probe_id]
                 self._forget_keys(probe)

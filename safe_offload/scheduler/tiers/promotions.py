@@ -50,7 +50,8 @@ class Promotions:
         Of many requests with long prompts the last ones wait for one of the next steps.
         """
         wanting = sorted(
-            self._lookups.wanting, key=lambda lookup: (not lookup.is_asked, lookup.number)
+            (lookup for user in self._lookups.wanting if (lookup := user.lookup) is not None),
+            key=lambda lookup: (not lookup.is_asked, lookup.number),
         )
         num_left = LOOKED_AT_MAX
         for lookup in wanting:

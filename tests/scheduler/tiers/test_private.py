@@ -203,12 +203,15 @@ def test_what_such_a_request_generates_is_not_spilled(make_tiers, shape):
 
 def test_what_is_hashed_until_a_request_ends_is_known(make_tiers):
     rig = make_tiers()
-    private = PrivateBlocks(rig.planner.hits, rig.planner.gpu, tells_media_ids=True)
+    private = PrivateBlocks(
+        rig.planner.book, rig.planner.hits, rig.planner.gpu, tells_media_ids=True
+    )
     request = Request("a", [1] * 9, SamplingParams(max_tokens=4), None, block_hasher=rig._hasher)
     request.lora_request = LoRARequest("a", 1, "/adapters/a")
-    private.seen(RequestState(request), may_read=True)
+    state = RequestState(request)
+    private.seen(state, may_read=True)
     request.append_output_token_ids([1, 2, 3])
-    private.ended(RequestState(request))
+    private.ended(state)
     assert private.hashes == set(request.block_hashes)
     assert len(private.hashes) == 3
 
@@ -216,7 +219,9 @@ def test_what_is_hashed_until_a_request_ends_is_known(make_tiers):
 def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
     """vLLM gives the same request more tokens, and media, while it lives."""
     rig = make_tiers()
-    private = PrivateBlocks(rig.planner.hits, rig.planner.gpu, tells_media_ids=True)
+    private = PrivateBlocks(
+        rig.planner.book, rig.planner.hits, rig.planner.gpu, tells_media_ids=True
+    )
     params = SamplingParams(max_tokens=4)
     request = Request("a", [1] * 8, params, None, block_hasher=rig._hasher, resumable=True)
     private.seen(RequestState(request), may_read=True)
