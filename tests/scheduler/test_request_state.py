@@ -13,8 +13,9 @@ from vllm.v1.request import Request
 
 import safe_offload.scheduler
 from safe_offload.scheduler.requests import RequestQueue, RequestState
+from tests.simulator.engine_core import EngineCore
 from tests.simulator.profiles import PROFILES
-from tests.simulator.run import Fleet, Run, make_stores
+from tests.simulator.run import Fleet, make_stores
 from tests.simulator.workload import make_events
 
 SCHEDULER = Path(safe_offload.scheduler.__file__).parent
@@ -68,17 +69,18 @@ def test_no_container_is_keyed_by_request(name, monkeypatch):
     found: set[str] = set()
     ids: set[str] = set()
     looks: list[int] = []
-    step = Run._step
+    step = EngineCore.step
 
-    def step_and_look(run: Run) -> None:
-        step(run)
-        if run.core.num_steps % LOOK_EVERY == 0:
-            side: Any = run.core.connector.side
-            ids.update(run.core.scheduler.requests)
+    def step_and_look(core: EngineCore) -> Any:
+        batch = step(core)
+        if core.num_steps % LOOK_EVERY == 0:
+            side: Any = core.connector.side
+            ids.update(core.scheduler.requests)
             found.update(keyed_by_request(side, ids))
             looks.append(len(list(side.book)))
+        return batch
 
-    monkeypatch.setattr(Run, "_step", step_and_look)
+    monkeypatch.setattr(EngineCore, "step", step_and_look)
     profile = PROFILES[name]
     fleet = Fleet(profile, 0, make_events(profile, 0), make_stores(profile))
     try:
