@@ -121,6 +121,10 @@ FIELDS_OF_VLLM = {
 """Fields of vLLM's objects that we set, and that classes of ours have too."""
 
 SLOTS = {
+    "scheduler/cache/events.py": {"num_learned"},
+    "scheduler/features/estimates.py": {"is_estimated"},
+    "scheduler/features/pins/pins.py": {"pins"},
+    "scheduler/features/tenants.py": {"num_asked"},
     "scheduler/loads/admission.py": {"need"},
     "scheduler/loads/boundaries.py": {"marks", "boundary"},
     "scheduler/outdated.py": {"outdated"},

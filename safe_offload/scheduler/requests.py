@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.blocks import BlockSet, GpuBlocks
     from safe_offload.scheduler.cache.leases import Lease
+    from safe_offload.scheduler.features.pins.pins import Pin
     from safe_offload.scheduler.loads.admission import Need
     from safe_offload.scheduler.loads.boundaries import Boundary
     from safe_offload.scheduler.loads.loads import LoadProgress
@@ -140,6 +141,10 @@ class RequestState:
         outdated: the block tables that it had at a reset, if it has one of them still.
         lookup: what it does with tiers; None if nothing.
         private: how many of its hashes were looked at for private ones; None if it has none.
+        num_learned: of its hashes that KV events can describe; None if they describe none.
+        num_asked: tokens that the host was asked for, while it waits; None if no tenant counts.
+        is_estimated: other sizes of host memory were asked for it, too.
+        pins: that it uses.
     """
 
     request: Request
@@ -172,6 +177,10 @@ class RequestState:
     outdated: Sequence[OutdatedTable] = ()
     lookup: LookUp | None = None
     private: int | None = None
+    num_learned: int | None = None
+    num_asked: int | None = None
+    is_estimated: bool = False
+    pins: Sequence[Pin] = ()
 
     @property
     def finished(self) -> bool:

@@ -25,9 +25,6 @@ MAY_BE_KEYED = {"RequestBook"}
 """Classes of which a container may be keyed by request: the book, which tells requests apart."""
 OF_VLLM = {"BlockTable.tables", "Costs.scheduled"}
 """Containers that vLLM keeps, or has made for a step."""
-STILL_KEYED = {
-    *("Origins._live", "Estimates.seen_states", "TenantShares._asked", "Pins._users"),
-}
 PROFILES_WITH_ALL = (
     *("plain", "hybrid-pressure", "lazy-pressure", "resets", "mamba-gpu", "loads-fail"),
     *("tenants-lazy", "pins-tenants", "tiers-tenants", "tiers-hybrid-lazy", "node-pins"),
@@ -88,8 +85,7 @@ def test_no_container_is_keyed_by_request(name, monkeypatch):
     finally:
         fleet.close()
     assert sum(looks) > 100, "there were requests to know something of"
-    still = {field.partition(".")[2] for field in STILL_KEYED}
-    assert {f for f in found if f.partition(".")[2] not in still} == set()
+    assert found == set()
 
 
 def annotations_keyed_by_request(tree: ast.AST) -> Iterator[str]:
@@ -123,4 +119,4 @@ def test_no_field_is_annotated_as_keyed_by_request():
         for path in SCHEDULER.rglob("*.py")
         for field in annotations_keyed_by_request(ast.parse(path.read_text()))
     }
-    assert found == STILL_KEYED - {"Pins._users"}
+    assert found == set()

@@ -34,11 +34,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-class _HasRequest(Protocol):
+class Described(Protocol):
+    """What is read of a `RequestState`, and its slot.
+
+    Attributes:
+        num_learned: of its hashes that `Origins` knows; None before it is new, and after its end.
+    """
+
     request: Request
+    num_learned: int | None
 
 
-Owner = tuple[_HasRequest, int]
+Owner = tuple[Described, int]
 """See `Part.owners`."""
 Key = tuple[int, bytes]
 """A KV cache group and a hash: a `directory.Key`."""
@@ -72,8 +79,8 @@ class Description:
 class Origins:
     """From which request a hash comes, and which of its hashes it is.
 
-    Its state, which nothing else changes: the places by hash, how many hashes of each live request
-    they cover, and the requests that have ended and are kept, with the number of hashes of each.
+    Its state, which nothing else changes: the places by hash, `RequestState.num_learned`, and the
+    requests that have ended and are kept, with the number of hashes of each.
 
     Bound: the hashes of live requests, and `num_kept`.
 
@@ -85,28 +92,29 @@ class Origins:
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._places: dict[bytes, tuple[Request, int]] = {}
-        self._live: dict[Request, int] = {}
         self._ended: deque[tuple[Request, int]] = deque()
         self._num_ended = 0
 
     def __repr__(self) -> str:
-        return f"Origins({len(self._live)} live requests, {len(self._places)} hashes)"
+        return f"Origins({len(self._places)} hashes)"
 
-    def add(self, request: Request) -> None:
+    def add(self, state: Described) -> None:
         """A request is new."""
-        self._live[request] = 0
+        state.num_learned = 0
 
-    def end(self, request: Request) -> None:
+    def end(self, state: Described) -> None:
         """A request has ended."""
-        num_learned = self._live.pop(request, None)
-        if num_learned is None:
+        if state.num_learned is None:
             return
+        request, state.num_learned = state.request, None
         # Images, and embeddings in place of tokens, would stay in memory with their request.
         is_large = bool(request.mm_features) or request.prompt_embeds is not None
         if is_large or not self._num_kept:
             self._drop(request)
             return
-        self._learn(request, 0)  # it is kept longer than those that had some of its hashes before
+        self._add_places(
+            request, 0
+        )  # it is kept longer than those that had some of its hashes before
         self._ended.append((request, len(request.block_hashes)))
         self._num_ended += len(request.block_hashes)
         while self._num_ended > self._num_kept:
@@ -121,26 +129,27 @@ class Origins:
                 del self._places[block_hash]
 
     def find(
-        self, hashes: Sequence[bytes], owners: Iterable[Request] = ()
+        self, hashes: Sequence[bytes], owners: Iterable[Described] = ()
     ) -> list[tuple[Request, int] | None]:
         """Return for each hash its request and its number there; None if none has it.
 
         Args:
             owners: requests whose hashes they are, as far as that is known.
         """
-        for request in owners:
-            self.learn(request)
+        for state in owners:
+            self.learn(state)
         found = list(map(self._find, hashes))
         if None in found:  # of two requests that shared it the one that was learned last is gone
-            for request in owners:
-                self.learn(request, first=0)
+            for state in owners:
+                self.learn(state, first=0)
             found = list(map(self._find, hashes))
         return found
 
-    def learn(self, request: Request, first: int | None = None) -> None:
+    def learn(self, state: Described, first: int | None = None) -> None:
         """Learn a live request's hashes, from those on that it has got since the last time."""
-        if request in self._live:
-            self._learn(request, self._live[request] if first is None else first)
+        if state.num_learned is not None:
+            self._add_places(state.request, state.num_learned if first is None else first)
+            state.num_learned = len(state.request.block_hashes)
 
     def _find(self, block_hash: bytes) -> tuple[Request, int] | None:
         place = self._places.get(block_hash)
@@ -150,13 +159,11 @@ class Origins:
         hashes = request.block_hashes  # which change if its client changes the prompt
         return place if index < len(hashes) and hashes[index] == block_hash else None
 
-    def _learn(self, request: Request, first: int) -> None:
+    def _add_places(self, request: Request, first: int) -> None:
         hashes = request.block_hashes
         if first < len(hashes):
             places = zip(repeat(request), count(first), strict=False)
             self._places.update(zip(hashes[first:], places, strict=False))
-        if request in self._live:
-            self._live[request] = len(hashes)
 
 
 class KvEvents:
@@ -201,21 +208,21 @@ class KvEvents:
 
     # ---- the planner reports -------------------------------------------------------------------
 
-    def seen(self, request: Request) -> None:
+    def seen(self, state: Described) -> None:
         """A request is new."""
         if not self._is_withdrawn:
-            self._origins.add(request)
+            self._origins.add(state)
 
-    def learn(self, request: Request) -> None:
+    def learn(self, state: Described) -> None:
         """Blocks of a request may be stored that nothing says are its own.
 
         All of them: one that had the same hashes and has ended took its places with it.
         """
-        self._origins.learn(request, first=0)
+        self._origins.learn(state, first=0)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, state: Described) -> None:
         """A request has ended; lazy stores still keep what it has computed."""
-        self._origins.end(request)
+        self._origins.end(state)
 
     def withdraw(self, keys: Iterable[Key]) -> None:
         """Nothing is hit from now on, and nothing is published after this; these are all keys."""
@@ -229,8 +236,8 @@ class KvEvents:
         """Stores of these keys begin, for some requests."""
         if self._is_withdrawn:
             return
-        keys, requests = list(keys), [state.request for state, _ in owners]
-        places = self._origins.find([block_hash for _, block_hash in keys], requests)
+        keys, states = list(keys), [state for state, _ in owners]
+        places = self._origins.find([block_hash for _, block_hash in keys], states)
         for key, place in zip(keys, places, strict=True):
             self._being_stored[key] = self._describe(key[0], *place) if place else None
 

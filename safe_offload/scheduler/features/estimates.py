@@ -16,23 +16,22 @@ if TYPE_CHECKING:
 
 
 class Estimates(Feature):
-    """Its state: the curve, and the requests that it has seen.
+    """Its state: the curve, and `RequestState.is_estimated`.
 
-    Bound: the requests that vLLM has.
+    Bound: that of the curve.
     """
 
     def __init__(self, hits: HostHits) -> None:
         self._hits = hits
         self.curve: Curve | None = None
-        self.seen_states: set[RequestState] = set()
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
         """What a request hits counts when it begins to run, if all of it may be stored."""
         request = state.request
         is_partial = state.limits.store_tokens is not None and not state.is_refused
-        if num_tokens or is_partial or state in self.seen_states:
+        if num_tokens or is_partial or state.is_estimated:
             return
-        self.seen_states.add(state)
+        state.is_estimated = True
         self.curve = self.curve or self._make_curve()
         if state.may_hit:
             size = self._hits.geometry.hash_block_size
@@ -48,11 +47,9 @@ class Estimates(Feature):
         return EndCurve(num_slots, per_hash, boundaries.needs, align)
 
     def ended(self, state: RequestState) -> None:
-        if state in self.seen_states:
-            self.seen_states.remove(state)
-            if self.curve:
-                num_kept = state.num_kept_tokens // self._hits.geometry.hash_block_size
-                self.curve.keep(state.request.block_hashes[:num_kept])
+        if state.is_estimated and self.curve:
+            num_kept = state.num_kept_tokens // self._hits.geometry.hash_block_size
+            self.curve.keep(state.request.block_hashes[:num_kept])
 
     def gauges(self) -> Mapping[str, float]:
         return self.curve.rates() if self.curve else {}

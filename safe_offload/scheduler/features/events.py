@@ -18,14 +18,14 @@ class Events(Feature):
         self._events = events
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
-        self._events.seen(state.request)
+        self._events.seen(state)
 
     def preempted(self, state: RequestState) -> None:
         """See `Feature`; blocks of it may be stored that nothing says are its own."""
-        self._events.learn(state.request)
+        self._events.learn(state)
 
     def ended(self, state: RequestState) -> None:
-        self._events.ended(state.request)
+        self._events.ended(state)
 
     def has_work(self) -> bool:
         """See `Feature`; vLLM takes events in a step."""

@@ -31,9 +31,9 @@ class TenantShares(Feature):
     """Divides the host slots among tenants, as a file says.
 
     Its state: the bad changes of the file that it has counted, the labels that metrics have had,
-    and how much each waiting request has asked the host for.
+    and `RequestState.num_asked`.
 
-    Bound: the requests that vLLM has, and `LABELS_MAX` labels.
+    Bound: `LABELS_MAX` labels.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class TenantShares(Feature):
         self._counters = planner.counters
         self.slots, self.quotas, self.salts, self.file = slots, quotas, salts, file
         self._num_bad = 0
-        self._asked: dict[RequestState, int] = {}
         self._labels: dict[str, None] = {}
         self._use(file.tenants)
         file.start()
@@ -64,18 +63,15 @@ class TenantShares(Feature):
             del self._labels[label]
 
     def asked(self, state: RequestState, num_computed_tokens: int) -> None:
-        self._asked[state] = state.request.num_tokens - num_computed_tokens
+        state.num_asked = state.request.num_tokens - num_computed_tokens
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        num_asked = self._asked.pop(state, None)
+        num_asked, state.num_asked = state.num_asked, None
         if num_asked is not None:
             tenants = self.quotas.tenants
             label = tenants.labels[tenants.number_of(state.request.cache_salt)]
             self._counters[of_tenant("hit_tokens", label)] += num_tokens
             self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
-
-    def ended(self, state: RequestState) -> None:
-        self._asked.pop(state, None)
 
     def planning(self, output: SchedulerOutput, now_s: float) -> None:
         """See `Feature`; the tenants change between two steps."""

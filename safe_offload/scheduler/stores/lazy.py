@@ -153,7 +153,7 @@ class LazyStores(StorePolicy):
         """See `StorePolicy`."""
         if state.phase is Phase.RUNNING:
             if (events := self._hits.directory.events) is not None:
-                events.learn(state.request)
+                events.learn(state)
             for group_idx in self._geometry.group_ids:
                 tables, nums_hashed = self._gpu.tables_of(group_idx)
                 request_id = state.request.request_id

@@ -116,7 +116,7 @@ def test_what_never_comes_back_takes_bounded_memory(monkeypatch):
     assert rates_of(curve) == [0] * 5
 
 
-def test_a_planner_forgets_which_requests_it_has_seen(make_rig):
+def test_a_planner_estimates_hits_where_there_are_windows(make_rig):
     rig = make_rig(
         num_blocks=60,
         num_slots=64,
@@ -127,4 +127,3 @@ def test_a_planner_forgets_which_requests_it_has_seen(make_rig):
     rig.run_alone("b", rig.prompt(20, 0), max_tokens=1)
     assert isinstance(feature_of(rig.planner, Estimates).curve, EndCurve)
     assert rig.planner.gauges()["estimated_hits_present"] == pytest.approx(0.4)
-    assert not feature_of(rig.planner, Estimates).seen_states

@@ -13,6 +13,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from safe_offload.protocol import StepReport
 from safe_offload.scheduler.cache.events import Origins, make_events
+from safe_offload.scheduler.requests import RequestState
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
@@ -146,8 +147,9 @@ def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig):
     (theirs,) = pool.take_events()
 
     events, directory = rig.planner.hits.directory.events, rig.planner.hits.directory
-    events.seen(request)
-    events.learn(request)
+    state = RequestState(request)
+    events.seen(state)
+    events.learn(state)
     directory.begin_store(list(range(7)), 0, request.block_hashes, {})
     directory.publish(list(range(7)))
     (ours,) = rig.connector.take_events()
@@ -276,12 +278,14 @@ def test_multi_connector_passes_our_events_on(monkeypatch):
 
 
 class FakeRequest:
-    """What `Origins` reads of a request."""
+    """What `Origins` reads of a request, and of its state."""
 
     mm_features: Sequence[Any] = ()
     prompt_embeds = None
+    num_learned: int | None = None
 
     def __init__(self, names: str) -> None:
+        self.request: Any = self
         self.block_hashes = [name.encode() for name in names]
 
 
@@ -291,22 +295,22 @@ def places(origins: Origins, names: str, *owners: Any) -> list[Any]:
 
 def test_a_hash_is_found_in_a_request_that_grows_until_it_ends():
     origins, request = Origins(num_kept=0), FakeRequest("ab")
-    origins.add(request)  # type: ignore[arg-type]
+    origins.add(request)
     assert places(origins, "ba", request) == [(request, 1), (request, 0)]
     request.block_hashes.append(b"c")
     assert places(origins, "cx") == [None, None]
     assert places(origins, "cx", request) == [(request, 2), None]
-    origins.end(request)  # type: ignore[arg-type]
-    origins.end(request)  # type: ignore[arg-type]
+    origins.end(request)
+    origins.end(request)
     assert places(origins, "abc") == [None] * 3
 
 
 def test_a_hash_that_two_requests_share_stays_with_the_other():
     origins, first, second = Origins(num_kept=0), FakeRequest("ab"), FakeRequest("ab")
-    origins.add(first)  # type: ignore[arg-type]
-    origins.add(second)  # type: ignore[arg-type]
+    origins.add(first)
+    origins.add(second)
     assert places(origins, "b", first, second) == [(second, 1)]
-    origins.end(second)  # type: ignore[arg-type]
+    origins.end(second)
     assert places(origins, "b", first) == [(first, 1)]
 
 
@@ -314,22 +318,22 @@ def test_requests_that_have_ended_are_kept_up_to_a_bound():
     origins = Origins(num_kept=4)
     requests = [FakeRequest(names) for names in ("ab", "cd", "ef")]
     for request in requests:
-        origins.add(request)  # type: ignore[arg-type]
-        origins.end(request)  # type: ignore[arg-type]
+        origins.add(request)
+        origins.end(request)
     assert places(origins, "ace") == [None, (requests[1], 0), (requests[2], 0)]
 
 
 def test_a_request_with_images_is_not_kept():
     origins, request = Origins(num_kept=4), FakeRequest("ab")
     request.mm_features = ["an image"]
-    origins.add(request)  # type: ignore[arg-type]
-    origins.end(request)  # type: ignore[arg-type]
+    origins.add(request)
+    origins.end(request)
     assert places(origins, "a") == [None]
 
 
 def test_a_hash_that_its_request_has_lost_is_not_found():
     origins, request = Origins(num_kept=0), FakeRequest("ab")
-    origins.add(request)  # type: ignore[arg-type]
+    origins.add(request)
     assert places(origins, "b", request) == [(request, 1)]
     request.block_hashes = [b"a", b"x"]
     assert places(origins, "bx", request) == [None, (request, 1)]

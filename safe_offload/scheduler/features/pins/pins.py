@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, count, groupby
 from operator import ne
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.requests import RequestQueue, RequestState
 
 PINS_MAX = 4096
 
@@ -94,7 +95,7 @@ class Pins:
         self._stretches: dict[Stretch, None] = {}
         self._first: dict[int, Stretch] = {}
         self._counts: Counter[int] = Counter()
-        self._users: dict[Hashable, list[Pin]] = {}
+        self._users = RequestQueue()
         self._used: set[Pin] = set()
         self._now_s, self._due_s = 0.0, math.inf
         self._num_forgets = 0
@@ -161,18 +162,20 @@ class Pins:
         self._begin(pin)
         return True
 
-    def use(self, user: Hashable, hashes: Iterable[bytes]) -> None:
+    def use(self, user: RequestState, hashes: Iterable[bytes]) -> None:
         """A request is new: it uses the pins that its prompt begins with, until it ends."""
         found = [self._pins[block_hash] for block_hash in hashes if block_hash in self._pins]
         if found:
-            self._users[user] = found
+            user.pins = found
+            self._users.add(user)
             self._used.update(found)
             for pin in found:
                 pin.num_users += 1
 
-    def end(self, user: Hashable) -> None:
+    def end(self, user: RequestState) -> None:
         """A request has ended."""
-        for pin in self._users.pop(user, ()):
+        pins, user.pins = user.pins, ()
+        for pin in pins:
             pin.num_users -= 1
             self._begin(pin)
 
@@ -220,6 +223,8 @@ class Pins:
             stretch.lease.release()
         self._slots.unpin(self._counts)
         self._pins.clear()
+        for user in self._users:
+            user.pins = ()
         for state in (self._stretches, self._first, self._counts, self._users, self._used):
             state.clear()
 
