@@ -55,7 +55,7 @@ class Hit:
         num_computed_tokens: tokens before the run, which are on the GPU already.
         end_max: token of the request at which the run would have ended at the latest.
         as_of: `Directory.version` and `Directory.num_forgets` when it was found.
-        parted_at: see `HostHits`.
+        parted_at: see `HostHits.search`.
     """
 
     slots_by_group: tuple[list[int], ...]
@@ -222,8 +222,6 @@ class HostHits:
 
     Attributes:
         boundaries: of requests, where vLLM keeps windows and states.
-        parted_at: token of the last request that was searched for, up to which the host has all
-            that attention without gaps needs: there prompts were seen to part. 0 for none.
         ends_anywhere: a hit is as many leading blocks as there are, or one less with EAGLE drafts.
     """
 
@@ -250,7 +248,6 @@ class HostHits:
                 reads_end = self._reads_ends[group_idx]
                 self._skips.append((group_idx, skips[group_idx] if reads_end else None))
         self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
-        self.parted_at = 0
         self.full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
         self.ends_anywhere = cache_hits.ends_anywhere(self._coordinator, hash_block_size)
 
@@ -267,29 +264,38 @@ class HostHits:
         Returns:
             None if there is none, or if it cannot start at `num_computed_tokens`.
         """
-        self.parted_at = 0
+        return self.search(block_hashes, num_computed_tokens, end_max)[0]
+
+    def search(
+        self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
+    ) -> tuple[Hit | None, int]:
+        """Return what `find_hit` does, and up to which token the host has all that full attention
+        needs: there prompts were seen to part. 0 if that is no further than the hit.
+        """
         if num_computed_tokens % self._alignment_tokens:
-            return None
+            return None, 0
+        parted_at = 0
         size = self._hash_block_size
         first = num_computed_tokens // size
         slots_by_group: tuple[list[int], ...]
         if self._is_plain:
             slots = self.directory.find_run(0, block_hashes[first : end_max // size])
             if not slots:
-                return None
+                return None, 0
             slots_by_group, num_tokens = (slots,), len(slots) * size
         else:
             remaining, num_tokens_max = block_hashes[first:], end_max - num_computed_tokens
             if not remaining or num_tokens_max <= 0:
-                return None
+                return None, 0
             found = self._coordinator.find_longest_cache_hit(remaining, num_tokens_max)
             slots_by_group, num_tokens = found[:2]
             if num_more := cache_hits.uncached_tokens(found):
-                self.parted_at = num_computed_tokens + num_tokens + num_more
+                parted_at = num_computed_tokens + num_tokens + num_more
             if not 0 < num_tokens <= num_tokens_max:
-                return None
+                return None, parted_at
         as_of = self.directory.version, self.directory.num_forgets
-        return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
+        found_hit = Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, parted_at)
+        return found_hit, parted_at
 
     def may_begin(self, block_hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
         """Whether `find_hit` may find a hit, as far as a look at its first block tells."""

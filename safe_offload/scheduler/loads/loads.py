@@ -8,9 +8,10 @@ way in which vLLM recomputes with several KV cache groups.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
 from safe_offload.protocol import FailureReason, Transfer, ids_of
@@ -30,6 +31,52 @@ if TYPE_CHECKING:
 
 FAILED_LOADS_MAX = 3
 """Loads of a request that may fail before it is offered no more hits."""
+
+
+Wanted = tuple[Sequence[bytes], int, int]
+"""The hashes of a request, the tokens that the GPU has, and where a hit ends at the latest."""
+
+
+class Case(enum.Enum):
+    """What comes of it when vLLM asks whether there is a hit, as `Loads` decides."""
+
+    COMPUTE = 1
+    """Its load failed, or its hit did not pay, and it has not run since: no hit."""
+    WAIT_ON = 2
+    """Another's load still brings what it needs: vLLM asks again."""
+    WAIT_NO_MORE = 3
+    """So it does, but computing is expected to be sooner by now: no hit."""
+    BEGIN_TO_WAIT = 4
+    """Another's load brings what it would load: vLLM asks again."""
+    MISS = 5
+    """The host has nothing that begins where the GPU's cache ends: no hit."""
+    DOES_NOT_PAY = 6
+    """Loading it is expected to take longer than computing: no hit before it has run."""
+    POSTPONE = 7
+    """Others hold too many GPU blocks: vLLM asks again while their loads go on; else no hit."""
+    OFFER = 8
+    """A new hit, which is leased."""
+    HOLD_BACK = 9
+    """The hit that was reported is still the longest, but vLLM found too few blocks, and may have
+    reserved them for one whose load has failed and that holds none now: vLLM asks again."""
+    OFFER_AGAIN = 10
+    """The hit that was reported is still the longest."""
+
+    __hash__ = object.__hash__  # an enum's own is a call
+
+
+class Decision(NamedTuple):
+    """See `Case`.
+
+    Attributes:
+        load: of another request: the one to wait for, or that is not worth waiting for.
+        parted_at: see `HostHits.search`.
+    """
+
+    case: Case
+    hit: Hit | None = None
+    load: Load | None = None
+    parted_at: int = 0
 
 
 @dataclass(slots=True)
@@ -100,67 +147,117 @@ class Loads:
             Its tokens; None if it waits for loads of other requests (see `shared_loads`).
         """
         request, progress = state.request, state.load
-        if progress.must_compute:
-            if progress.hit is not None:
-                self.drop_hit(state)
-            return 0
-        wait = progress.wait
+        wait, waits = progress.wait, False
         was_put_off = wait.is_put_off
         if was_put_off:
             wait.asked_again(now_s)
-        if wait.load is not None and self._shared_loads.goes_on(
-            wait, request, num_computed_tokens, now_s
-        ):
-            return self._wait_on(wait, request, num_computed_tokens, now_s)
+        if wait.load is not None:
+            waits = self._shared_loads.goes_on(wait, request, num_computed_tokens, now_s)
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
+        hit = progress.hit
+        if hit is not None and not progress.must_compute:
+            self._renew_hit(state, hit, wanted)
+        decision = self._decide(state, wanted, now_s, is_waiting=waits, was_put_off=was_put_off)
+        return self._act(state, decision, num_computed_tokens, now_s)
+
+    def _decide(
+        self,
+        state: RequestState,
+        wanted: Wanted,
+        now_s: float,
+        *,
+        is_waiting: bool,
+        was_put_off: bool,
+    ) -> Decision:
+        """Tell which `Case` a request is, which hit it has and which load it may wait for.
+
+        Nothing is changed, but that `Costs` counts what does not pay, of which it tries some.
+
+        Args:
+            is_waiting: the load that it waits for still brings what it needs.
+            was_put_off: it waited because others held too many blocks.
+        """
+        request, progress = state.request, state.load
+        wait, num_computed_tokens = progress.wait, wanted[1]
+        if progress.must_compute:
+            return Decision(Case.COMPUTE)
+        if is_waiting and wait.load is not None:
+            num_wanted = request.num_tokens - num_computed_tokens - 1
+            what = wait.load, request, num_computed_tokens, num_wanted, now_s
+            return Decision(Case.WAIT_ON if self._is_worth_waiting(*what) else Case.WAIT_NO_MORE)
         hit, load, num_tokens = progress.hit, None, -1
-        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
-            hit = self._grow_hit(progress, hit, wanted)
-            if hit is None:
-                self.drop_hit(state)
         is_loading = self.ledger.in_flight or self.ledger.new
         if hit is None:
             if is_loading:
                 load, num_tokens = self._find_unsearched(wait, request, wanted)
-                if load and self._begins_to_wait(
-                    state, load, num_computed_tokens, num_tokens, now_s
+                if load and self._is_worth_waiting(
+                    load, request, num_computed_tokens, num_tokens, now_s
                 ):
-                    return None
-            hit = self._hits.find_hit(*wanted)
+                    return Decision(Case.BEGIN_TO_WAIT, None, load)
+            hit, parted_at = self._hits.search(*wanted)
             if hit is None:
-                if not self._is_plain:
-                    self._has_no_hit(state, num_computed_tokens)
-                return 0
+                return Decision(Case.MISS, None, load, parted_at)
         if is_loading and load is None and num_tokens:
             load = self._shared_loads.find(wait, request, num_computed_tokens)
-            num_tokens = hit.num_tokens
-            if load and self._begins_to_wait(state, load, num_computed_tokens, num_tokens, now_s):
-                self.drop_hit(state)
-                return None
-        if hit is not progress.hit and not was_put_off:
+            if load and self._is_worth_waiting(
+                load, request, num_computed_tokens, hit.num_tokens, now_s
+            ):
+                return Decision(Case.BEGIN_TO_WAIT, hit, load)
+        is_new = hit is not progress.hit
+        if is_new and not was_put_off:
             num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
             if not self._costs.pays(Offer(hit.num_tokens, num_left)):
-                self._counters[Count.SKIPPED_HITS] += 1
-                progress.must_compute = True  # decided once, however often vLLM asks
-                self.drop_hit(state)
-                return 0
-        num_tokens = num_computed_tokens + hit.num_tokens
-        if not self._is_plain and not self._admission.admits(state, num_tokens):
-            self._counters[Count.POSTPONED_HITS] += 1
-            self._boundaries.part(state, hit.parted_at)
-            self.drop_hit(state)
-            return None if is_loading and self._shared_loads.puts_off(wait, now_s) else 0
-        if hit is not progress.hit:
+                return Decision(Case.DOES_NOT_PAY, hit, load)
+        if not self._is_plain and not self._admission.admits(
+            state, num_computed_tokens + hit.num_tokens
+        ):
+            return Decision(Case.POSTPONE, hit, load)
+        if is_new:
+            return Decision(Case.OFFER, hit, load)
+        return Decision(Case.HOLD_BACK if self._num_failed else Case.OFFER_AGAIN, hit, load)
+
+    def _act(
+        self, state: RequestState, decision: Decision, num_computed_tokens: int, now_s: float
+    ) -> int | None:
+        """Do what was decided; return what vLLM is told."""
+        case, hit, load, parted_at = decision
+        progress = state.load
+        if load is not None:  # which is not waited for again
+            progress.wait.begin(load, num_computed_tokens, now_s)
+            if case is not Case.BEGIN_TO_WAIT:
+                progress.wait.end()
+        if case is Case.OFFER and hit is not None:
             progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
-        elif self._num_failed:
-            # vLLM found too few blocks, and may have reserved them for one that holds none now.
+            return hit.num_tokens
+        if case is Case.OFFER_AGAIN and hit is not None:
+            return hit.num_tokens
+        if case is Case.HOLD_BACK or case is Case.WAIT_ON:
             return None
-        return hit.num_tokens
+        self.drop_hit(state)
+        if case is Case.BEGIN_TO_WAIT:
+            self._counters[Count.SHARED_WAITS] += 1
+            return None
+        if case is Case.MISS:
+            if not self._is_plain:
+                self._has_no_hit(state, num_computed_tokens, parted_at)
+        elif case is Case.WAIT_NO_MORE:
+            progress.wait.end()
+            self._counters[Count.SKIPPED_HITS] += 1
+        elif case is Case.DOES_NOT_PAY:
+            self._counters[Count.SKIPPED_HITS] += 1
+            progress.must_compute = True  # decided once, however often vLLM asks
+        elif case is Case.POSTPONE and hit is not None:
+            self._counters[Count.POSTPONED_HITS] += 1
+            self._boundaries.part(state, hit.parted_at)
+            is_loading = self.ledger.in_flight or self.ledger.new
+            if is_loading and self._shared_loads.puts_off(progress.wait, now_s):
+                return None
+        return 0
 
     def drop_hit(self, state: RequestState) -> None:
         """Give up a reported hit that is not turned into a load."""
@@ -172,7 +269,7 @@ class Loads:
             state.move(Phase.WAITING)
 
     def _find_unsearched(
-        self, wait: Wait, request: Request, wanted: tuple[Sequence[bytes], int, int]
+        self, wait: Wait, request: Request, wanted: Wanted
     ) -> tuple[Load | None, int]:
         """Return the load to wait for and the tokens of the hit; None and -1: a search must tell.
 
@@ -205,23 +302,6 @@ class Loads:
             return 0
         return max(0, count * size - num_computed_tokens)
 
-    def _begins_to_wait(
-        self,
-        state: RequestState,
-        load: Load,
-        num_computed_tokens: int,
-        num_tokens: int,
-        now_s: float,
-    ) -> bool:
-        """Whether a request waits from now on for another's load of what it has a hit for."""
-        request, wait = state.request, state.load.wait
-        wait.begin(load, num_computed_tokens, now_s)
-        if self._is_worth_waiting(load, request, num_computed_tokens, num_tokens, now_s):
-            self._counters[Count.SHARED_WAITS] += 1
-            return True
-        wait.end()
-        return False
-
     def _is_worth_waiting(
         self,
         load: Load,
@@ -241,34 +321,23 @@ class Loads:
         loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
         return self._costs.pays(Offer(num_tokens, num_left, loading_s))
 
-    def _wait_on(
-        self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float
-    ) -> int | None:
-        """Return None if a request that waits for a load is to wait on, else 0: it computes."""
-        assert wait.load is not None
-        num_wanted = request.num_tokens - num_computed_tokens - 1
-        if self._is_worth_waiting(wait.load, request, num_computed_tokens, num_wanted, now_s):
-            return None
-        wait.end()
-        self._counters[Count.SKIPPED_HITS] += 1
-        return 0
-
-    def _has_no_hit(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Note where a hit of a model with windows or states might have begun."""
+    def _has_no_hit(self, state: RequestState, num_computed_tokens: int, parted_at: int) -> None:
+        """Keep windows or states where a hit might have begun."""
         state.ends_hits_at(num_computed_tokens)
-        self._boundaries.part(state, self._hits.parted_at)
+        self._boundaries.part(state, parted_at)
         self._boundaries.move(state, num_computed_tokens)
 
-    def _grow_hit(
-        self, progress: LoadProgress, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
-    ) -> Hit | None:
-        """Return what `HostHits.grown` finds, with its new slots leased too."""
+    def _renew_hit(self, state: RequestState, hit: Hit, wanted: Wanted) -> None:
+        """Keep a reported hit if it is still the longest, or grow it at its head, or drop it."""
+        if self._hits.is_still_longest(hit, *wanted):
+            return
+        progress = state.load
         grown = self._hits.grown(hit, *wanted)
         if grown is None or progress.lease is None:
-            return None
+            self.drop_hit(state)
+            return
         progress.hit, new_slots = grown
         self._leases.extend_head(progress.lease, new_slots)
-        return progress.hit
 
     # ---- loads ---------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class ContentChecker:
         tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
         tap(self._index.directory, "publish", self._see_publish)
-        tap(self._index, "find_hit", self._see_search)
+        tap(self._index, "search", self._see_search)
         tap(self._index, "grown", self._see_growth)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
         self._matching: Any = None
@@ -215,10 +215,10 @@ class ContentChecker:
             self._matching = None
 
     def _see_search(self, original: Callable[..., Any], *args: Any) -> Any:
-        hit = original(*args)
+        hit, parted_at = original(*args)
         if hit is not None and self._node is None:
             self._check_hit(hit)
-        return hit
+        return hit, parted_at
 
     def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
         grown = original(*args)

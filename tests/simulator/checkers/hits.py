@@ -28,7 +28,7 @@ class HitChecker:
         self._failed: set[int] = set()
         """Slots whose load failed, and that were not stored anew."""
         connector = core.connector
-        tap(connector.side.hits, "find_hit", self._see_search)
+        tap(connector.side.hits, "search", self._see_search)
         tap(connector.side.hits, "grown", self._see_growth)
         tap(connector, "get_num_new_matched_tokens", self._see_match)
         tap(connector, "update_state_after_alloc", self._see_allocation)
@@ -39,9 +39,11 @@ class HitChecker:
         if core.node is not None:
             core.node.watch(core, self._see_others_store)
 
-    def _see_search(self, original: Callable[..., Hit | None], *args: Any) -> Hit | None:
-        self._found = original(*args)
-        return self._found
+    def _see_search(
+        self, original: Callable[..., tuple[Hit | None, int]], *args: Any
+    ) -> tuple[Hit | None, int]:
+        self._found, parted_at = original(*args)
+        return self._found, parted_at
 
     def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
         grown = original(*args)
