@@ -254,7 +254,9 @@ class Planner(SchedulerSide):
             Number of further tokens that can be loaded, 0 for none; None while the request waits
             for another request's load of the same blocks, or for a tier.
         """
-        state = self.book.find(request) or self.on_new_request(request)
+        state = self.book.get(request.request_id)
+        if state is None or state.request is not request:
+            state = self.on_new_request(request)
         if self._asked is not None:
             self._asked(state, num_computed_tokens)
         phase = state.phase
@@ -262,7 +264,7 @@ class Planner(SchedulerSide):
             if phase is not Phase.RUNNING:
                 return 0
             self._preempt(state)
-        if self.loads.waits_for_failed():
+        if self.loads.holders and self.loads.waits_for_failed():
             return None
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)

@@ -11,7 +11,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -101,7 +101,6 @@ class RequestQueue(dict["RequestState", None]):
             self.discard(state)
 
 
-@dataclass(slots=True, eq=False)
 class RequestState:
     """One request: who it is, where it is in its life, and what others know of it.
 
@@ -147,19 +146,17 @@ class RequestState:
         pins: that it uses.
     """
 
-    request: Request
-    limits: Limits = NO_LIMITS
-    phase: Phase = Phase.WAITING
+    # Values of the class, so that a request is made in a few instructions.
+    phase = Phase.WAITING
     num_loads: int = 0
     is_failing: bool = False
     is_announced: bool = False
-    hit_ends: set[int] = field(default_factory=set)
     is_refused: bool = False
     num_kept_tokens: int = 0
     response: dict[str, Any] | None = None
     queues: tuple[RequestQueue, ...] = ()
     # ---- slots
-    load: LoadProgress = field(init=False)
+    load: LoadProgress
     need: Need | None = None
     marks: Sequence[bytes] = ()
     boundary: Boundary | None = None
@@ -181,6 +178,14 @@ class RequestState:
     num_asked: int | None = None
     is_estimated: bool = False
     pins: Sequence[Pin] = ()
+
+    def __init__(self, request: Request, limits: Limits = NO_LIMITS) -> None:
+        self.request = request
+        self.limits = limits
+        self.hit_ends: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<RequestState: {self.request.request_id} is {self.phase.value}>"
 
     @property
     def finished(self) -> bool:
@@ -301,6 +306,8 @@ class RequestBook:
         self._begin_loads = begin_loads
         self._read_hints = read_hints
         self._states: dict[str, RequestState] = {}
+        self.get = self._states.get
+        """Returns the state of a request id, if any hook has named it."""
         self.finished: set[str] = set()
         self._held: deque[RequestState] = deque()
         self._num_ended = 0
@@ -343,10 +350,6 @@ class RequestBook:
         """Return the state of a request, told apart from others of the same id."""
         state = self._states.get(request.request_id)
         return state if state is not None and state.request is request else None
-
-    def get(self, request_id: str) -> RequestState | None:
-        """Return the state of a request id, if any hook has named it."""
-        return self._states.get(request_id)
 
     def run(self, state: RequestState) -> None:
         """Note that a request has its blocks: to ours it runs, whoever fills them."""

@@ -372,9 +372,23 @@ class HostHits:
 
         A request that waits at the head of the queue is asked about in every step.
         """
-        return hit.num_computed_tokens == num_computed_tokens and self._ends_there(
-            hit, block_hashes, end_max
-        )
+        if hit.num_computed_tokens != num_computed_tokens:
+            return False
+        if hit.end_max != end_max:
+            return False  # it has grown: one that was preempted may get a token while it waits
+        version, num_forgets = hit.as_of
+        directory = self.directory
+        if num_forgets != directory.num_forgets:
+            return False  # a slot of a hit can be forgotten although it is leased
+        if version == directory.version:
+            return True
+        group_idx, block_size = self.full_group, self._hash_block_size
+        end = hit.num_computed_tokens + hit.num_tokens
+        if group_idx is None or end % block_size:
+            return False
+        if end + block_size > end_max or end // block_size >= len(block_hashes):
+            return True
+        return directory.find(group_idx, block_hashes[end // block_size]) is None
 
     def grown(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
@@ -390,7 +404,7 @@ class HostHits:
         num_more = hit.num_computed_tokens - num_computed_tokens
         if num_more <= 0 or num_computed_tokens % self._alignment_tokens:
             return None
-        if not self._ends_there(hit, block_hashes, end_max):
+        if not self.is_still_longest(hit, block_hashes, hit.num_computed_tokens, end_max):
             return None
         new: list[int] = []
         slots_by_group: list[list[int]] = []
@@ -415,21 +429,3 @@ class HostHits:
             num_computed_tokens=num_computed_tokens,
             as_of=as_of,
         ), new
-
-    def _ends_there(self, hit: Hit, block_hashes: Sequence[bytes], end_max: int) -> bool:
-        """Whether a leased hit still cannot be found to end any later, or earlier."""
-        if hit.end_max != end_max:
-            return False  # it has grown: one that was preempted may get a token while it waits
-        version, num_forgets = hit.as_of
-        directory = self.directory
-        if num_forgets != directory.num_forgets:
-            return False  # a slot of a hit can be forgotten although it is leased
-        if version == directory.version:
-            return True
-        group_idx, block_size = self.full_group, self._hash_block_size
-        end = hit.num_computed_tokens + hit.num_tokens
-        if group_idx is None or end % block_size:
-            return False
-        if end + block_size > end_max or end // block_size >= len(block_hashes):
-            return True
-        return directory.find(group_idx, block_hashes[end // block_size]) is None

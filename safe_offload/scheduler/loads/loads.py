@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
 from safe_offload.protocol import FailureReason, Transfer, ids_of
@@ -65,21 +64,11 @@ class Case(enum.Enum):
     __hash__ = object.__hash__  # an enum's own is a call
 
 
-class Decision(NamedTuple):
-    """See `Case`.
-
-    Attributes:
-        load: of another request: the one to wait for, or that is not worth waiting for.
-        parted_at: see `HostHits.search`.
-    """
-
-    case: Case
-    hit: Hit | None = None
-    load: Load | None = None
-    parted_at: int = 0
+Decision = tuple[Case, Hit | None, Load | None, int]
+"""With its hit, the load of another that it waits for or that is not worth it, and, where there is
+no hit, up to where prompts parted (`HostHits.search`)."""
 
 
-@dataclass(slots=True)
 class LoadProgress:
     """How far a request has come with its hits and loads; `Loads` alone changes it.
 
@@ -94,10 +83,12 @@ class LoadProgress:
 
     hit: Hit | None = None
     lease: Lease | None = None
-    must_compute: bool = False
-    num_failed: int = 0
-    has_failed: bool = False
-    wait: Wait = field(default_factory=Wait)
+    must_compute = False
+    num_failed = 0
+    has_failed = False
+
+    def __init__(self) -> None:
+        self.wait = Wait()
 
 
 class Loads:
@@ -107,6 +98,9 @@ class Loads:
     announced. Nothing else changes it.
 
     Bound: the requests that vLLM has.
+
+    Attributes:
+        holders: requests of which vLLM may hold blocks for a load that is over. Read only outside.
     """
 
     def __init__(  # noqa: PLR0913
@@ -133,7 +127,7 @@ class Loads:
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
         self._num_failed = 0  # requests whose load has failed since they ran last
-        self._holders = RequestQueue()  # of whom vLLM may hold blocks
+        self.holders = RequestQueue()
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -147,48 +141,49 @@ class Loads:
             Its tokens; None if it waits for loads of other requests (see `shared_loads`).
         """
         request, progress = state.request, state.load
-        wait, waits = progress.wait, False
+        wait = progress.wait
         was_put_off = wait.is_put_off
         if was_put_off:
             wait.asked_again(now_s)
         if wait.load is not None:
-            waits = self._shared_loads.goes_on(wait, request, num_computed_tokens, now_s)
+            self._shared_loads.go_on(wait, request, num_computed_tokens, now_s)
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
-        wanted = request.block_hashes, num_computed_tokens, num_tokens_max
-        hit = progress.hit
-        if hit is not None and not progress.must_compute:
+        hashes, hit = request.block_hashes, progress.hit
+        wanted = hashes, num_computed_tokens, num_tokens_max
+        if hit is not None and not self._hits.is_still_longest(
+            hit, hashes, num_computed_tokens, num_tokens_max
+        ):
             self._renew_hit(state, hit, wanted)
-        decision = self._decide(state, wanted, now_s, is_waiting=waits, was_put_off=was_put_off)
+        decision = self._decide(state, wanted, now_s)
+        if was_put_off:
+            wait.end_putting_off()
+        case, hit, load, parted_at = decision
+        if load is None:  # the two that come most often
+            if case is Case.OFFER_AGAIN and hit is not None:
+                return hit.num_tokens
+            if case is Case.MISS:
+                if not self._is_plain:
+                    self._has_no_hit(state, num_computed_tokens, parted_at)
+                return 0
         return self._act(state, decision, num_computed_tokens, now_s)
 
-    def _decide(
-        self,
-        state: RequestState,
-        wanted: Wanted,
-        now_s: float,
-        *,
-        is_waiting: bool,
-        was_put_off: bool,
-    ) -> Decision:
+    def _decide(self, state: RequestState, wanted: Wanted, now_s: float) -> Decision:
         """Tell which `Case` a request is, which hit it has and which load it may wait for.
 
         Nothing is changed, but that `Costs` counts what does not pay, of which it tries some.
-
-        Args:
-            is_waiting: the load that it waits for still brings what it needs.
-            was_put_off: it waited because others held too many blocks.
         """
-        request, progress = state.request, state.load
-        wait, num_computed_tokens = progress.wait, wanted[1]
+        progress = state.load
         if progress.must_compute:
-            return Decision(Case.COMPUTE)
-        if is_waiting and wait.load is not None:
+            return Case.COMPUTE, None, None, 0
+        request, wait, num_computed_tokens = state.request, progress.wait, wanted[1]
+        if wait.load is not None:
             num_wanted = request.num_tokens - num_computed_tokens - 1
             what = wait.load, request, num_computed_tokens, num_wanted, now_s
-            return Decision(Case.WAIT_ON if self._is_worth_waiting(*what) else Case.WAIT_NO_MORE)
+            is_worth = self._is_worth_waiting(*what)
+            return Case.WAIT_ON if is_worth else Case.WAIT_NO_MORE, None, None, 0
         hit, load, num_tokens = progress.hit, None, -1
         is_loading = self.ledger.in_flight or self.ledger.new
         if hit is None:
@@ -197,33 +192,35 @@ class Loads:
                 if load and self._is_worth_waiting(
                     load, request, num_computed_tokens, num_tokens, now_s
                 ):
-                    return Decision(Case.BEGIN_TO_WAIT, None, load)
+                    return Case.BEGIN_TO_WAIT, None, load, 0
             hit, parted_at = self._hits.search(*wanted)
             if hit is None:
-                return Decision(Case.MISS, None, load, parted_at)
+                return Case.MISS, None, load, parted_at
         if is_loading and load is None and num_tokens:
             load = self._shared_loads.find(wait, request, num_computed_tokens)
             if load and self._is_worth_waiting(
                 load, request, num_computed_tokens, hit.num_tokens, now_s
             ):
-                return Decision(Case.BEGIN_TO_WAIT, hit, load)
+                return Case.BEGIN_TO_WAIT, hit, load, 0
         is_new = hit is not progress.hit
-        if is_new and not was_put_off:
+        if is_new and not wait.is_put_off:
             num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
             if not self._costs.pays(Offer(hit.num_tokens, num_left)):
-                return Decision(Case.DOES_NOT_PAY, hit, load)
+                return Case.DOES_NOT_PAY, hit, load, 0
         if not self._is_plain and not self._admission.admits(
             state, num_computed_tokens + hit.num_tokens
         ):
-            return Decision(Case.POSTPONE, hit, load)
+            return Case.POSTPONE, hit, load, 0
         if is_new:
-            return Decision(Case.OFFER, hit, load)
-        return Decision(Case.HOLD_BACK if self._num_failed else Case.OFFER_AGAIN, hit, load)
+            return Case.OFFER, hit, load, 0
+        if self._num_failed:
+            return Case.HOLD_BACK, hit, load, 0
+        return Case.OFFER_AGAIN, hit, load, 0
 
     def _act(
         self, state: RequestState, decision: Decision, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """Do what was decided; return what vLLM is told."""
+        """Do what was decided; return the answer to vLLM."""
         case, hit, load, parted_at = decision
         progress = state.load
         if load is not None:  # which is not waited for again
@@ -328,9 +325,7 @@ class Loads:
         self._boundaries.move(state, num_computed_tokens)
 
     def _renew_hit(self, state: RequestState, hit: Hit, wanted: Wanted) -> None:
-        """Keep a reported hit if it is still the longest, or grow it at its head, or drop it."""
-        if self._hits.is_still_longest(hit, *wanted):
-            return
+        """Let a reported hit that is not the longest any more grow at its head, or drop it."""
         progress = state.load
         grown = self._hits.grown(hit, *wanted)
         if grown is None or progress.lease is None:
@@ -430,7 +425,7 @@ class Loads:
         progress = state.load
         if progress.has_failed:
             self._no_longer_failed(progress)
-        self._holders.discard(state)
+        self.holders.discard(state)
         if progress.hit is not None:
             self.drop_hit(state)
         progress.must_compute = progress.num_failed >= FAILED_LOADS_MAX
@@ -448,7 +443,7 @@ class Loads:
         if not state.finished:
             self._num_failed += not progress.has_failed
             progress.has_failed = True
-            self._holders.add(state)
+            self.holders.add(state)
 
     def waits_for_failed(self) -> bool:
         """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
@@ -457,11 +452,11 @@ class Loads:
         that finds too few. That one may need them: after a reset it shares no block with others any
         more, and those blocks were counted once. So all wait until vLLM has come to every one.
         """
-        while self._holders:
-            state = next(iter(self._holders))
+        while self.holders:
+            state = next(iter(self.holders))
             if state.holds_blocks:
                 return True
-            self._holders.discard(state)  # it takes others only to run
+            self.holders.discard(state)  # it takes others only to run
         return False
 
     def end(self, state: RequestState) -> None:
@@ -481,7 +476,7 @@ class Loads:
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
         if state.is_announced and state.holds_blocks:
-            self._holders.add(state)
+            self.holders.add(state)
         self.drop_hit(state)
         state.load.wait.call_off()
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -46,7 +45,6 @@ LOOKS_MAX = 16
 many as requests."""
 
 
-@dataclass(slots=True)
 class Wait:
     """How a request has waited for loads of others; only this file changes it.
 
@@ -62,13 +60,12 @@ class Wait:
     """
 
     load: Load | None = None
-    is_called_off: bool = False
-    asked_s: float = 0.0
-    waited_s: float = 0.0
-    newest_id: int = -1
-    num_computed_tokens: int = 0
-    stuck_at: int = -1
-    is_put_off: bool = False
+    is_called_off = False
+    asked_s = waited_s = 0.0
+    newest_id = -1
+    num_computed_tokens = 0
+    stuck_at = -1
+    is_put_off = False
 
     def begin(self, load: Load, num_computed_tokens: int, now_s: float) -> None:
         """Its request waits for a load from now on."""
@@ -77,8 +74,11 @@ class Wait:
         self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
 
     def asked_again(self, now_s: float) -> None:
-        """Its request was put off, and may be again."""
+        """VLLM asks again about its request, which was put off."""
         self.waited_s += now_s - self.asked_s
+
+    def end_putting_off(self) -> None:
+        """Its request is no longer put off, or is so anew."""
         self.is_put_off = False
 
     def end(self) -> None:
@@ -131,8 +131,8 @@ class SharedLoads:
             if not loads:
                 del self._loads[block_hash]
 
-    def goes_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> bool:
-        """Whether a request that waits for a load is to wait on; else its wait has ended.
+    def go_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> None:
+        """End a request's wait for a load if that brings nothing more, or has taken too long.
 
         Args:
             num_computed_tokens: tokens that the GPU's prefix cache has.
@@ -147,9 +147,8 @@ class SharedLoads:
         elif wait.waited_s >= self._wait_max_s:
             self._counters[Count.SHARED_WAITS_CUT] += 1
         elif not wait.is_called_off and self._brings(load, request, num_computed_tokens):
-            return True
+            return
         wait.load = None
-        return False
 
     def puts_off(self, wait: Wait, now_s: float) -> bool:
         """Whether a request waits, rather than computes, while loads of others hold the blocks.
