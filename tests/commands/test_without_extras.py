@@ -16,6 +16,7 @@ CASES = {
     "cache ls mooncake://127.0.0.1:9": "pip install 'safe-offload[mooncake]'",
     "cache ls redis://127.0.0.1:9": "cannot connect to 127.0.0.1:9",
     "cache ls {folder}/none": "cannot be opened: No such file or directory",
+    "cache ls {folder}": "",
     "cache ls node": "",
     "config --explain": "",
 }

@@ -123,8 +123,6 @@ def test_without_vllm_alone_torch_is_well(tmp_path):
     ("arguments", "said"),
     [
         (["--version"], f"safe-offload {safe_offload.__version__}"),
-        (["config", "--explain"], "cpu_bytes_to_use"),
-        (["cache", "ls", "node"], "POOL"),
         (["cache", "--help"], "usage: safe-offload cache"),
         (["top", "--help"], "usage: safe-offload top"),
         (["doctor", "--help"], "usage: safe-offload doctor"),
@@ -134,10 +132,4 @@ def test_commands_that_need_neither_work(clean, arguments, said):
     python, packages = clean
     done = run(python, *arguments, path=[packages])
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout or "There are no pools" in done.stdout
-
-
-def test_the_cache_of_a_directory_can_be_looked_at(clean, tmp_path):
-    python, packages = clean
-    done = run(python, "cache", "ls", str(tmp_path), path=[packages])
-    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
