@@ -166,10 +166,6 @@ def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterat
         yield ok(id, "vLLM accepts them")
     if vllm.engine is None:
         return
-    if vllm.engine.other_offloading_gib is not None:
-        size = f"{vllm.engine.other_offloading_gib:g}"
-        said = f'--kv-offloading-size {size} is used as "cpu_bytes_to_use": "{size}GiB"'
-        yield info("configuration.offloading-size", said)
     yield from _check_prefix_caching(vllm)
     yield from _check_hash(vllm.engine.hash_algorithm)
     if any(config.tiers for config in configs):

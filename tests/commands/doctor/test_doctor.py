@@ -299,9 +299,6 @@ def test_the_size_of_the_flag_is_the_one_that_is_checked(examine):
     taken = {"kv_connector": NAME, "kv_connector_extra_config": {"cpu_bytes_to_use": 4096 * GIB}}
     text = ours(cpu_bytes_to_use="16GiB")
     found = examine(text, with_engine(other_offloading_gib=4096.0, transfer_config=taken))
-    (said,) = [one for one in found if one.id == "configuration.offloading-size"]
-    assert said.severity is Severity.INFO
-    assert '--kv-offloading-size 4096 is used as "cpu_bytes_to_use": "4096GiB"' in said.found
     assert "4096.00 GiB" in only(found).found or "4.00 TiB" in only(found).found
 
 
