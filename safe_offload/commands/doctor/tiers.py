@@ -35,6 +35,7 @@ from safe_offload.tiers.choice import open_store, open_tier
 from safe_offload.tiers.files.diagnosis import existing
 from safe_offload.tiers.naming import namespace_folder
 from safe_offload.tiers.store import trial_facts, trial_names
+from safe_offload.tiers.valkey.diagnosis import TRIAL_TTL_S
 from safe_offload.tiers.valkey.login import LoginError, read_password
 
 OBJECT_BYTES: Final = 2 * MIB
@@ -117,9 +118,14 @@ async def _rates(config: TierConfig, token_bytes: int) -> Finding:
     with contextlib.ExitStack() as stack:
         if isinstance(config, FileConfig):
             nearest = existing(Path(config.location.path))
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=nearest))
-            config = FileConfig(Location(FILE, f"{folder}/tier"), num_threads=config.num_threads)
-        write, read = await measure(config)
+            trial = tempfile.TemporaryDirectory(prefix="safe-offload-doctor-", dir=nearest)
+            path = f"{stack.enter_context(trial)}/tier"
+            config = FileConfig(Location(FILE, path), num_threads=config.num_threads)
+        write = read = 0.0
+        if isinstance(config, ValkeyConfig):  # objects expire if doctor is killed
+            write, read = await measure(dataclasses.replace(config, ttl_s=TRIAL_TTL_S))
+        if not (write and read):  # also of a user who may not set a time to live
+            write, read = await measure(config)
     if not (write and read):
         return warning(
             id,

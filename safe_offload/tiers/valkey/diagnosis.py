@@ -37,7 +37,7 @@ from safe_offload.tiers.valkey.login import CLIENT_NAME
 from safe_offload.tiers.valkey.replies import ErrorReply, Tree
 from safe_offload.tiers.valkey.servers import Node
 
-TRIAL_TTL_S: Final = 300
+TRIAL_TTL_S: Final = 300.0
 _LRU: Final = "allkeys-lru"
 _WORD_LENGTH_MAX: Final = 40
 _INFO, _SAVE = "INFO", "CONFIG GET save"

@@ -7,6 +7,7 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -24,6 +25,7 @@ from safe_offload.tiers.valkey.diagnosis import (
     memory_of,
     persistence_of,
 )
+from safe_offload.tiers.valkey.valkey_store import ValkeyStore
 from tests.commands.doctor.test_doctor import wrong
 from tests.engine.http_server import hold_port
 from tests.valkey_server import (
@@ -204,6 +206,15 @@ def test_the_command_that_is_not_allowed_is_named_and_no_other(server, values, d
     assert set(re.findall(r"\+([\w|]+)", problem.fix)) == {name}
     if name != "select":
         assert problem.found.endswith(f" refuses {name.upper()} (NOPERM)")
+
+
+def test_objects_of_a_trial_that_is_killed_expire(server, monkeypatch):
+    monkeypatch.setattr(ValkeyStore, "delete", AsyncMock(return_value=[]))
+    assert "read at" in found_of(server)["tiers.rate"].found
+    with server.client() as client:
+        left = client.keys("safe-offload:*")
+        assert left
+        assert all(0 < client.pttl(key) <= 1000 * TRIAL_TTL_S for key in left)
 
 
 @pytest.mark.parametrize(
