@@ -298,10 +298,6 @@ def _run_fork(arguments: list[str], folder: Path) -> None:
         from tests.engine.faulty import break_copies
 
         break_copies(json.loads(os.environ["COPY_FAULTS"]))
-    if "POISON" in os.environ:
-        from tests.engine.children.poisoned import Poison
-
-        Poison(float(os.environ["POISON"]))
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()

@@ -9,12 +9,11 @@ that repeats it.
 import argparse
 import hashlib
 import logging
-import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
+from safe_offload.commands.bench.report import commit_of
 from safe_offload.commands.cli import run
 from safe_offload.errors import ConfigError
 
@@ -69,7 +68,9 @@ def _run(arguments: argparse.Namespace) -> int:
     first, end = _seed_range(arguments)
     # vLLM logs about every engine that is made; what matters here is in the trace.
     logging.disable(logging.ERROR)
-    print(f"seeds {first} to {end - 1}, profiles {' '.join(names)}, commit {_commit()}", flush=True)
+    print(
+        f"seeds {first} to {end - 1}, profiles {' '.join(names)}, commit {commit_of()}", flush=True
+    )
     for name in names:
         if not _run_profile(name, range(first, end), arguments):
             return 1
@@ -149,20 +150,6 @@ def _report(failed: object, arguments: argparse.Namespace) -> None:
         f"  python -m tests.simulator --profile {failed.profile} --seed {failed.seed} "
         f"--only {names}{checks} --trace"
     )
-
-
-def _commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
 
 
 if __name__ == "__main__":
