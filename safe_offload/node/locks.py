@@ -1,6 +1,6 @@
 """Locks that the kernel takes back when a process ends, and a barrier for memory.
 
-Nobody waits for a lock here: who does not get one goes on without what it guards.
+No caller waits for a lock: one that does not get it continues without what the lock guards.
 
 Source: Linux, fcntl(2), "Open file description locks".
 """
@@ -16,8 +16,8 @@ import threading
 import weakref
 
 TESTS, NAPS, LOTS, _TOKENS, _END = (1 << bits for bits in (36, 40, 44, 48, 62))
-"""Where places begin: held while a rank tests its copies in the pool; by an engine whenever it
-leases, writes or grants slots; while a lot is claimed; by each process as long as it lives."""
+"""Where kinds of places begin: held while a rank tests its copies in the pool; by an engine while
+it leases, writes or grants slots; while a lot is claimed; by each process as long as it lives."""
 
 _open: weakref.WeakSet[Locks] = weakref.WeakSet()
 
@@ -34,7 +34,7 @@ class Locks:
         _open.add(self)
 
     def take(self, place: int) -> bool:
-        """Lock a place; False if another holds it. To take what is held already changes nothing."""
+        """Lock a place; False if another process holds it. Locking it twice is the same as once."""
         return self._set(fcntl.F_WRLCK, place)
 
     def give(self, place: int) -> None:
@@ -42,12 +42,12 @@ class Locks:
         self._set(fcntl.F_UNLCK, place)
 
     def is_taken(self, place: int, count: int = 1) -> bool:
-        """Whether another holds a place, or one of `count` from there on."""
-        told = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, place, count))
-        return bool(struct.unpack_from("h", told)[0] != fcntl.F_UNLCK)
+        """Whether another process holds one of `count` places from this one on."""
+        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, place, count))
+        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
     def is_used(self) -> bool:
-        """Whether another holds any place, also of another version that has others."""
+        """Whether another process holds any place, whatever its version uses."""
         return self.is_taken(0, _END)
 
     def new_token(self) -> int:
@@ -89,7 +89,7 @@ _barrier = threading.Lock()
 
 
 def fence() -> None:
-    """Let all that was written be seen by others before anything is read after this.
+    """Make all earlier writes visible to other processes before any later read.
 
     The end of one lock and the beginning of the next order writes before reads: on x86-64 each is a
     locked instruction, on aarch64 a store-release that a load-acquire follows.

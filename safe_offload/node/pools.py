@@ -1,9 +1,9 @@
 """The files of pools: made, found, listed and removed.
 
 A pool is a folder of one user in memory that the kernel keeps (tmpfs): a table, and for each rank a
-file with its slots, one after the other as `HostLayout` says, a checksum of each, and a last page
-that says of which table it is. Only the user can read them. They stay when all engines have ended,
-until they are removed or the machine restarts.
+file with its slots (`HostLayout`), a checksum of each, and a last page that identifies the table.
+Only the user can read them. They outlive all engines, until they are removed or the machine
+restarts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ABOUT_BYTES_MAX: Final = 4096
 _PART: Final = re.compile(rf"{TABLE}|{ABOUT}|{NEW}|rank\d+")
 LAST_BYTES: Final = mmap.PAGESIZE
 MAKING_TIMEOUT_S: Final = 10.0
-"""So long an engine waits for one that makes the pool and takes no page of memory meanwhile."""
+"""How long an engine waits for another that creates the pool without taking another page."""
 SAID_AFTER_S: Final = 1.0
 POLL_S: Final = 0.02
 
@@ -50,7 +50,7 @@ def user_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool that is there, as `safe-offload cache` shows it."""
+    """An existing pool, as `safe-offload cache` shows it."""
 
     path: Path
     about: str
@@ -80,16 +80,16 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a rank looks for, and makes where it is missing.
+    """The pool that a rank opens, or creates if it is missing.
 
     Attributes:
         name: of the pool: engines of one name compute the same bytes.
-        about: what users know it by.
-        rank: the first of the ranks that hold the same.
-        num_slots: of the pool if this rank is the first of all that makes something.
-        size_of: bytes of so many slots and their checksums.
-        terms: says how the bytes lie; it has to be the same for all.
-        check: called before the memory is taken, with its size; its error goes through.
+        about: a name for users.
+        rank: the first of the ranks that hold the same KV cache.
+        num_slots: of the pool, if this rank creates it.
+        size_of: returns the bytes that a number of slots and their checksums take.
+        terms: the layout of the bytes, the same for all engines.
+        check: called with the size of the memory before it is taken; its error is propagated.
     """
 
     name: str
@@ -103,11 +103,11 @@ class Wanted:
 
 
 def open_rank(wanted: Wanted) -> RankFile:
-    """Open one rank's file of a pool, and make what is missing.
+    """Open one rank's file of a pool; create what is missing.
 
     Raises:
-        SharingError: what is there cannot be used, or nothing can be made.
-        StalledError: another process makes the pool, and does not go on.
+        SharingError: the pool cannot be used, or created.
+        StalledError: another process creates the pool, and makes no progress.
     """
     try:
         folder = _own_folder(user_folder()) / wanted.name
@@ -164,7 +164,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def room_problem(folder: Path, free_bytes: int, size_bytes: int) -> str:
-    """Return why files of so much do not fit into a folder, and the fix; empty if they do."""
+    """Return why files of a size do not fit into a folder, and the fix; empty if they fit."""
     if free_bytes >= size_bytes:
         return ""
     return (
@@ -176,14 +176,14 @@ def room_problem(folder: Path, free_bytes: int, size_bytes: int) -> str:
 
 
 def _own_folder(path: Path) -> Path:
-    """Return a folder that nobody else can write, made if it is missing."""
+    """Return a folder that only this user can write, created if it is missing."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     return require_own(path)
 
 
 def require_own(path: Path) -> Path:
-    """Return the path; raise SharingError if others made it or can write: links lead anywhere."""
+    """Return the path; raise SharingError if another user made it or can write to it."""
     found = path.lstat()
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or found.st_mode & 0o077:
@@ -199,12 +199,12 @@ def _locks_beside(folder: Path) -> Locks:
 
 
 def _place_of(folder: Path) -> int:
-    """Return what is locked while a pool is made, opened or removed; of each another place."""
+    """Return the place that is locked while this pool is created, opened or removed."""
     return int.from_bytes(hashlib.sha256(folder.name.encode()).digest()[:4])
 
 
 def _remove_unfinished(folder: Path, locks: Locks) -> None:
-    """Remove what killed processes were making; the place of a folder's pool is held."""
+    """Remove unfinished files of killed processes; the caller holds the place of the folder."""
     for new in folder.parent.glob(f"*/{NEW}"):
         place = _place_of(new.parent)
         if locks.take(place):
@@ -214,7 +214,7 @@ def _remove_unfinished(folder: Path, locks: Locks) -> None:
 
 
 def _sizes_of(path: Path) -> tuple[int, int]:
-    """Return how large a file will be, and how much of it is there; 0 without a file."""
+    """Return the final size of a file and how much of it is allocated; 0 without a file."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         return found.st_size, found.st_blocks * 512
@@ -233,14 +233,14 @@ def wait_for(
     patience_s: float,
     progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lock a place when nobody else holds it any more; after a second it is logged.
+    """Lock a place once no other process holds it; log a wait of over a second.
 
     Args:
-        what: is waited for.
-        progress: differs from before when whoever holds the place has gone on.
+        what: the caller waits for, for the log.
+        progress: changes its value while the holder of the place makes progress.
 
     Raises:
-        StalledError: nothing has gone on for so long.
+        StalledError: no progress for `patience_s`.
     """
     begin_s = gone_on_s = time.monotonic()
     seen, is_said = progress(), False
@@ -264,7 +264,7 @@ def find_pools() -> list[Pool]:
     """Return the pools of this user; one that cannot be read has no slots.
 
     Raises:
-        SharingError: others can write where they are.
+        SharingError: other users can write to their folder.
     """
     try:
         paths = sorted(require_own(user_folder()).iterdir())
@@ -303,13 +303,13 @@ def _look_at(path: Path) -> Pool:
 
 
 def remove_pool(path: Path, *, is_dry: bool = False) -> str:
-    """Remove a pool, or only find out whether that would be done.
+    """Remove a pool, or only check whether it could be removed.
 
     Returns:
-        Why it stays; empty if it does not.
+        Why it was not removed; empty if it was.
 
     Raises:
-        SharingError: others can write where it is.
+        SharingError: other users can write to its folder.
     """
     require_own(path.parent)
     with contextlib.closing(_locks_beside(path)) as locks:

@@ -42,21 +42,21 @@ from safe_offload.node.locks import LOTS, NAPS, Locks, fence, is_token
 MAGIC: Final = b"safe_offload node 3\n"
 HEADER_BYTES: Final = 4096
 NEW: Final = "new"
-"""What a file is called while it is made."""
+"""The name of a file while it is created."""
 ENGINES_MAX: Final = 32
 TOKENS_MAX: Final = 120
 LOT_SLOTS_MAX: Final = 64
 LOTS_MIN: Final = 64
-"""In a small pool lots are smaller, so that several engines find some."""
+"""A small pool has smaller lots, so that several engines get some."""
 TEST_SLOTS_MAX: Final = 32
 GRACE_MAX_S: Final = 300.0
-"""Longer ones are damaged entries."""
+"""An entry above it is damaged."""
 
 _HEADER: Final = struct.Struct("32s16sQQ")
 _REGISTERED, _NAPS, _WANTS, _GRACE_MS, _TOKENS = range(5)
 _FILLED: Final = 1
 _YES: Final = 0xFF
-"""A byte that says so still does when one of its bits is lost."""
+"""Still true when one of its bits flips."""
 
 Slots = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -64,7 +64,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Table:
-    """The table of one pool, mapped by one engine (or by nobody who writes: `engine` is -1).
+    """The table of one pool, mapped by one engine (or only for reading: `engine` is -1).
 
     Bound: `ENGINES_MAX` entries.
 
@@ -76,7 +76,7 @@ class Table:
         owners: by lot, an engine + 1; 0 for none.
         versions: by lot; changes after something in it has.
         marks: by engine and slot.
-        num_damaged: entries that could not be, as far as this engine has seen any.
+        num_damaged: impossible entries that this engine has seen.
         lost: why this engine no longer uses the table; empty if it does.
     """
 
@@ -130,7 +130,7 @@ class Table:
         return f"<Table of {self.num_slots} slots, engine {self.engine}>"
 
     def close(self) -> None:
-        """Unlock all that this engine holds; others take its lots over when its workers end."""
+        """Release all locks of this engine; others take over its lots when its workers end."""
         self.locks.close()
 
     # ---- engines -------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Table:
         raise SharingError(f"{ENGINES_MAX} engines use it already, or have just ended")
 
     def wake(self) -> bool:
-        """From now on lots are this engine's until it gives them; False if not to be had now."""
+        """Keep the lots of this engine until `nap`; False if another is freeing some now."""
         if not self.is_awake and not self.lost and self.locks.take(NAPS + self.engine):
             if self._mend_row():
                 self._engines[self.engine][_NAPS] = 0
@@ -174,7 +174,7 @@ class Table:
         return self.is_awake
 
     def _mend_row(self) -> bool:
-        """Write what others know this engine by again if it was damaged; False if another has it.
+        """Repair a damaged row of this engine; False if another engine has taken it.
 
         The nap of this engine is held. Another that had its place while it napped has left lots and
         marks, so all that the place has is freed.
@@ -198,7 +198,7 @@ class Table:
         row[_REGISTERED] = 1
 
     def nap(self) -> None:
-        """Nothing is leased, written or granted before `wake`."""
+        """Let others free surplus lots; nothing is leased, written or granted before `wake`."""
         if self.is_awake:
             self.is_awake = False
             self.want(is_short=False)
@@ -212,17 +212,17 @@ class Table:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another has too few lots."""
+        """Whether another engine has too few lots."""
         return bool(self._engines[:, _WANTS].any()) and not self._engines[self.engine][_WANTS]
 
     @property
     def engines(self) -> list[int]:
-        """All that have joined, those too whose death nobody has noticed."""
+        """All engines that have joined, including dead ones that are not buried yet."""
         return _listed(np.flatnonzero(self._engines[:, _REGISTERED]))
 
     @property
     def living(self) -> list[int]:
-        """Those of which some process lives."""
+        """Those with a living process."""
         return [engine for engine in self.engines if self._lives(engine)]
 
     def fair_share(self) -> int:
@@ -238,7 +238,7 @@ class Table:
         return list(filter(is_token, self._engines[engine][_TOKENS:].tolist()))
 
     def bury(self, now_s: float) -> int:
-        """Free what dead engines have had; return how many there were."""
+        """Free the lots and marks of dead engines; return how many were dead."""
         num_dead = 0
         if self.is_awake:
             self._mend_row()
@@ -259,7 +259,7 @@ class Table:
         return min(max(self._grace_ms, int(self._engines[engine][_GRACE_MS])) / 1000, GRACE_MAX_S)
 
     def _bury(self, engine: int) -> None:
-        """Free what an engine has had; its nap is held, and that it is registered goes last."""
+        """Free the lots and marks of an engine whose nap lock is held; unregister it last."""
         self.marks[engine] = 0
         self.owners[self.owners == engine + 1] = 0
         fence()
@@ -288,7 +288,7 @@ class Table:
         return _listed(free[np.argsort(filled[free], kind="stable")])
 
     def claim(self, lot: int) -> bool:
-        """Make a free lot this engine's; False if another was faster."""
+        """Take a free lot; False if another engine was faster."""
         if self.owners[lot] or not self.locks.take(LOTS + lot):
             return False
         if not self.owners[lot]:
@@ -297,7 +297,7 @@ class Table:
         return bool(self.owners[lot] == self.engine + 1)
 
     def reclaim(self, lot: int) -> bool:
-        """Take back a lot of this engine's that the table says is not; False if another has it."""
+        """Take back a lot that a damaged table assigns to none; False if another has it."""
         self.num_damaged += 1
         if not self.locks.take(LOTS + lot):
             return False
@@ -307,13 +307,13 @@ class Table:
         return bool(self.owners[lot] == self.engine + 1)
 
     def give(self, lot: int) -> None:
-        """Let anyone claim a lot of this engine's, with what it holds."""
+        """Free a lot of this engine; it keeps its contents."""
         self.versions[lot] += np.uint64(1)
         fence()
         self.owners[lot] = 0
 
     def free_napping(self) -> int:
-        """Free what napping engines have beyond their share; return how many lots that were."""
+        """Free the surplus lots of napping engines; return how many."""
         num_freed, share = 0, self.fair_share()
         for engine in self.engines:
             if engine == self.engine or not self._engines[engine][_NAPS]:
@@ -329,10 +329,10 @@ class Table:
     # ---- slots of this engine's lots -----------------------------------------------------------
 
     def retract(self, slots: Slots) -> Slots:
-        """Let nobody find what slots hold, unless guests read it; return those where they do.
+        """Unpublish slots, except those that guests read; return these.
 
-        These are left as they are: all may find what one has pinned. A guest that comes meanwhile
-        keeps what it has found.
+        They stay published, so that every engine finds what one has pinned. A guest that arrives
+        meanwhile keeps its slot.
         """
         is_held = self._are_held(slots)
         free = slots[~is_held]
@@ -343,7 +343,7 @@ class Table:
         return held
 
     def guests_at(self, slots: Slots) -> Slots:
-        """Return those of some slots that must not be overwritten, or retracted, yet."""
+        """Return the slots that must not be overwritten, or retracted, yet."""
         fence()
         held: Slots = slots[self._are_held(slots)]
         return held
@@ -355,7 +355,7 @@ class Table:
     def publish(
         self, slots: Slots, groups: Sequence[int], hashes: Sequence[bytes], generations: list[int]
     ) -> None:
-        """Let everyone find what retracted slots hold now; one that does not fit is left out."""
+        """Publish retracted slots; those whose hash or group does not fit are left out."""
         bits = np.zeros(len(slots), np.uint64)
         for place, (slot, block_hash) in enumerate(zip(slots.tolist(), hashes, strict=True)):
             num_bytes = len(block_hash)
@@ -371,7 +371,7 @@ class Table:
         self._changed(slots)
 
     def _check(self, slots: Slots, words: Words, generations: Words, hashes: Bytes) -> Words:
-        """Return what no one bit can change: a sum of all, each times an odd number."""
+        """Return a checksum that detects every single-bit flip: a sum of odd multiples."""
         slot, word, generation, *_ = self._factors
         in_hash: Words = hashes.astype(np.uint64) @ self._factors[3:]
         checks: Words = slots.astype(np.uint64) * slot + words * word + generations * generation
@@ -384,9 +384,9 @@ class Table:
     # ---- any slot ------------------------------------------------------------------------------
 
     def read(self, slots: Slots) -> list[tuple[int, int, int, int, bytes]]:
-        """Return slot, word, generation, group and hash of those that hold something for now.
+        """Return slot, word, generation, group and hash of the slots that hold a block now.
 
-        One whose check differs is left out: it is damaged.
+        Damaged entries, whose check differs, are left out and counted.
         """
         words = self.words[slots]
         slots = slots[is_filled := (words & _FILLED != 0) & (self.bad[slots] == 0)]
@@ -410,10 +410,10 @@ class Table:
         ]
 
     def visit(self, slots: Slots, words: Words) -> Slots:
-        """Keep slots from being overwritten until `leave`; return those that hold something else.
+        """Mark slots so that they are not overwritten until `leave`; return those that changed.
 
         Args:
-            words: of the slots, when what they hold was read.
+            words: of the slots, when their contents were read.
         """
         self.marks[self.engine, slots] = _YES
         fence()
@@ -424,24 +424,24 @@ class Table:
         return lost
 
     def mark(self, slots: Slots) -> None:
-        """Keep slots of this engine's own lots when others may claim these."""
+        """Mark leased slots of a lot that this engine is about to give."""
         self.marks[self.engine, slots] = _YES
 
     def leave(self, slots: Slots) -> None:
-        """Let slots be overwritten that were visited, or marked."""
+        """Remove the marks of slots, so that they may be overwritten."""
         fence()  # what was read of them has been read
         self.marks[self.engine, slots] = 0
 
     def condemn(self, slots: Slots) -> None:
-        """Let no engine use these slots again."""
+        """Exclude slots from all further use, by any engine."""
         self.bad[slots] = _YES
 
 
 def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None:
-    """Make a file of memory that is all taken now; nobody finds it before it is whole.
+    """Create a file with all of its memory allocated; it gets its name once it is complete.
 
     Args:
-        content: by its place; the rest is zeros.
+        content: by offset; the rest is zeros.
     """
     new = path.with_name(NEW)
     new.unlink(missing_ok=True)
@@ -460,7 +460,7 @@ def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None
 
 
 def _odd_numbers(count: int) -> Words:
-    """Return numbers that are the same for all engines."""
+    """Return odd numbers, the same in all engines."""
     return np.frombuffer(hashlib.shake_128(MAGIC).digest(8 * count), "<u8") | np.uint64(1)
 
 
@@ -475,7 +475,7 @@ def lot_slots_of(num_slots: int) -> int:
 
 
 def reserved_slots(num_slots: int) -> int:
-    """Return how many of the first slots belong to nobody: engines test their copies in them."""
+    """Return how many of the first slots are reserved for the self-tests of all engines."""
     lot_slots = lot_slots_of(num_slots)
     return max(1, min(TEST_SLOTS_MAX, num_slots // 16) // lot_slots) * lot_slots
 

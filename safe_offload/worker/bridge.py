@@ -78,7 +78,7 @@ class WorkerBridge(WorkerSide):
         opened: None before that, and after `shutdown`.
     """
 
-    has_changed = True  # always: it is not noted what is counted here
+    has_changed = True  # changes are not tracked here
 
     def __init__(self, opening: Opening, *, is_beside_scheduler: bool = False) -> None:
         self._opening = opening
@@ -96,7 +96,7 @@ class WorkerBridge(WorkerSide):
         self._loads_mark: Any = None
         self._is_forward_issued = False
         self._may_wait = False
-        self._is_gathered = False  # what the next report tells, by `count_into`
+        self._is_gathered = False  # for the next report, by `count_into`
         self._last_store_id = -1  # of all plans
         # Submitted and not drained; drained or failed and not reported.
         self._running: dict[int, Direction] = {}

@@ -17,7 +17,7 @@ Main = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Loop(Protocol):
-    """An event loop, its clock, and a way to wait for it from vLLM's thread, which calls this.
+    """An event loop, its clock, and a way to wait for it. vLLM's thread calls the methods.
 
     Attributes:
         news: set when something has settled that was not drained.
@@ -38,7 +38,7 @@ class Loop(Protocol):
         """Return the seconds that `wait` goes by."""
 
     def join(self, timeout_s: float) -> None:
-        """Wait until `on_end` has returned, at most so long."""
+        """Wait until `on_end` has returned, at most `timeout_s`."""
 
 
 class LoopThread:

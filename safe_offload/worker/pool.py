@@ -1,4 +1,4 @@
-"""Host memory of a rank that other engines of the machine use too, and that outlives this one."""
+"""Host memory of a rank that several engines of the machine share, and that outlives them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class PoolMemory:
         self.host = HostMemory(file.mapping)
 
     def keep_after_death(self, grace_s: float) -> None:
-        """Have others leave alone what this engine's lots hold for so long; see `node/table.py`."""
+        """Protect this engine's lots for `grace_s` after its death; see `node/table.py`."""
         self.facts = replace(self.facts, grace_s=grace_s)
 
     @contextmanager
     def tests(self, index: int) -> Iterator[range]:
-        """Yield slots that hold nothing, where nobody else tests meanwhile.
+        """Yield reserved slots, in which no other rank or engine tests meanwhile.
 
         Args:
             index: of this rank among those that share the memory.
 
         Raises:
-            StalledError: others have been testing for too long.
+            StalledError: another process holds them for too long.
         """
         place, folder = TESTS + self._rank + index, self.facts.place[0]
         wait_for(self._file.locks, place, f"testing copies in {folder}", TEST_TIMEOUT_S)
@@ -59,16 +59,16 @@ class PoolMemory:
             self._file.locks.give(place)
 
     def close(self) -> None:
-        """No copy of this rank touches the memory any more."""
+        """Release the locks: no copy of this rank touches the memory any more."""
         self._file.locks.close()
 
 
 def open_pool(wanted: Wanted) -> PoolMemory:
-    """Open this rank's part of the pool, and make what is missing.
+    """Open this rank's part of the pool; create what is missing.
 
     Raises:
-        ConfigError: the pool cannot be used, or made.
-        StalledError: another process makes it, and does not go on.
+        ConfigError: the pool cannot be used, or created.
+        StalledError: another process creates it, and makes no progress.
     """
     begin_s = time.monotonic()
     try:

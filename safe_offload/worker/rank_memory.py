@@ -127,7 +127,7 @@ class MemoryPlan:
 
     def _open_pool(self, share: Share) -> PoolMemory | None:
         first = self.rank - share.index
-        has_checksums = f"{bool(self.config.verify_every)}"  # all who store note them, or none
+        has_checksums = f"{bool(self.config.verify_every)}"  # all engines record them, or none
         more = {
             "device": self.device_type,
             "ranks_per_copy": f"{share.count}",
@@ -143,7 +143,7 @@ class MemoryPlan:
             check_host_bytes(
                 self.config,
                 bytes_per_rank=size_bytes,
-                num_ranks_on_host=1,  # whoever makes something is alone with it
+                num_ranks_on_host=1,  # the other engines only map it
                 available_bytes=available_host_bytes(),
             )
 

@@ -4,8 +4,8 @@ Each way to copy is tried on the real memory: patterns go from blocks to slots a
 and scattered ones, and a store is overtaken by a fenced overwrite. Every byte is compared, those
 beside the copies too, and the blocks get back what was in them. A way that fails is not used. Where
 each copy chooses between two ways, both are timed on the blocks of this model: at the start, and
-again when the engine has started and nothing has been asked yet, as others may have held up the bus
-or the driver before.
+again when the engine has started and is idle, as other processes may have slowed down the bus or
+the driver before.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PAIRS_MAX = 8
 PATTERN_BYTES = 16 << 20  # about what one pattern has at most; two blocks at least
 TIMED_RANGES = 1024  # about what a timed copy has at most; one block at least
 TIMED_ROUNDS = 3  # of which the shortest counts: others share the machine
-TIMING_S = 0.3  # after so long no other copy is timed, and nothing is learnt
+TIMING_S = 0.3  # after so long no other copy is timed, and the times are dropped
 IDLE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # before each further timing: others may go on
-FASTER = 0.9  # of the time before, so that it is told
+FASTER = 0.9  # of the time before, to be logged
 STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a fence comes first
 
 
@@ -174,7 +174,7 @@ class SelfTest:
             self._try_each()
             self._time_choices()
         except GivenUpError:
-            pass  # `run` has said so
+            pass  # `run` has logged it
         except Exception:
             logger.exception("The self-test of the copies ended with an error")
             self._sound = []
@@ -198,7 +198,7 @@ class SelfTest:
         self._rows.read(self._watched_blocks[:1])  # and wait for it
 
     def _time_choices(self) -> None:
-        """Time the ways between which each copy chooses; without all of them nothing is learnt."""
+        """Time the ways between which each copy chooses; without all of them none counts."""
         if not self._sound:
             return
         with self._step():

@@ -120,7 +120,7 @@ class TierRunner:
         slot_of: returns a slot as the tiers take it. It may hold the memory, so it is let go of
             before that is freed.
         share: which part of each fetch and spill is this rank's.
-        verifier: notes the checksums of what has been fetched.
+        verifier: records the checksums of fetched slots.
         namespace_facts: where they have to be learned. Nothing is asked or written before; spills
             wait for them, and probes for as long as a request might wait for a tier.
 
@@ -218,7 +218,7 @@ class TierRunner:
         """Return how the tiers stand now."""
         gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
-            if guarded.config.location.scheme == FILE:  # others do not say
+            if guarded.config.location.scheme == FILE:  # other kinds do not know
                 gauges[series.stored_bytes] = max(0, guarded.tier.used_bytes)
             gauges[series.capacity_bytes] = guarded.config.limit_bytes or 0
             gauges[series.is_out["read"]] = guarded.is_out
@@ -317,7 +317,7 @@ class TierRunner:
 
     def _know(self, namespace_facts: NamespaceFacts, learned: Learned) -> None:
         namespace_facts.take(learned)
-        # What tiers must have alike says whether their namespaces may be others' too.
+        # All tiers have the facts that decide this in common.
         self.doubts = namespace_facts.doubts_of(self.guarded_tiers[0].config)
         self._is_known.set()
         logger.info(
@@ -373,7 +373,7 @@ class TierRunner:
                 done += await self._read(pending, number, untried)
         if done and self._verifier is not None:
             slot_ids = [pending.slot_ids[place] for place in done]
-            await self._verifier.note(np.array(slot_ids, dtype=np.int64))
+            await self._verifier.record(np.array(slot_ids, dtype=np.int64))
         pending.missing = sorted(set(pending.places).difference(done))
 
     async def _read(self, pending: PendingMessage, number: int, places: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Every transfer of a rank, from vLLM's hooks to its end.
 
 A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for it,
-has checksums noted or compared, settles. No exception leaves it: it becomes a `FailureReason`. If
-the event loop dies, every transfer that has not settled fails, and so does every later one.
+has checksums recorded or compared, settles. No exception leaves it: it becomes a `FailureReason`.
+If the event loop dies, every transfer that has not settled fails, and so does every later one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PendingTransfer:
         completion: of its copy, once issued.
         is_taken_back: its deadline has passed, its copy had not begun and never will.
         is_settled: it has ended, as `failure` says.
-        is_poisoned: its source may have changed under it: it fails whatever the copy says.
+        is_poisoned: its source may have changed under it: it fails even if the copy succeeds.
     """
 
     transfer_id: int
@@ -108,7 +108,7 @@ class Transfers:
         loop: runs the transfers and nothing else.
         max_inflight_bytes: of the copies of one direction that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
-        verifier: notes and compares checksums; closed when the loop has ended.
+        verifier: records and compares checksums; closed when the loop has ended.
         tiers: run on this loop too, and close with it.
     """
 
@@ -157,7 +157,7 @@ class Transfers:
 
     @property
     def num_overdue(self) -> int:
-        """Return that of the statistics alone: it is asked for in every step."""
+        """Return that of the statistics alone: the bridge needs it in every step."""
         return self._num_overdue
 
     def mark(self) -> Any:
@@ -297,7 +297,7 @@ class Transfers:
                 pending.decided.set()
                 issued_s = self._loop.now_s()
                 await self._wait_for_copy(pending, pending.completion, deadline_s)
-                self._note_copied(pending, issued_s)
+                self._record_times(pending, issued_s)
             finally:
                 self._gate_of(pending).leave(pending.turn)
             if self._verifier is not None:
@@ -352,7 +352,7 @@ class Transfers:
         finally:
             timer.cancel()
 
-    def _note_copied(self, pending: PendingTransfer, issued_s: float) -> None:
+    def _record_times(self, pending: PendingTransfer, issued_s: float) -> None:
         """A copy has ended; those of one direction run one after the other."""
         now_s, direction = self._loop.now_s(), pending.copy.direction
         begin_s = max(issued_s, self._last_end_s[direction])

@@ -1,8 +1,7 @@
-"""Checksums of host slots: noted after every store and fetch, compared after a load's copy.
+"""Checksums of host slots: recorded after every store and fetch, compared after a load's copy.
 
-A spill compares them before it begins: a bit that has flipped must not go on to a tier, which would
-give it a checksum of its own. A load is not reported before the comparison is over, so that
-attention never reads what was found changed.
+A spill compares them first: otherwise a flipped bit would reach a tier, with a valid checksum of
+the tier. A load is reported after the comparison, so that attention never reads a corrupted block.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Verifier:
 
     Args:
         threads: closed by `close`.
-        every: one in this many slots of a load is looked at, others each time; all for 1.
-        kept: one for each slot, where other ranks note what they store too; None for an array of
+        every: one in this many slots of a load is compared, different ones each time; all for 1.
+        kept: one for each slot, where other ranks record their stores too; None for an array of
             this rank's own. Changed on the threads, for slots of a store in flight.
     """
 
@@ -52,19 +51,19 @@ class Verifier:
         assert len(self._kept) == backend.num_slots
 
     async def check(self, transfer_id: int, copy: Copy) -> list[int]:
-        """Note or compare the slots of a copy that has ended well; nothing may write them yet.
+        """Record or compare the slots of a successful copy; nothing may write them yet.
 
         Returns:
             Slots of a load, of those that `transfer_id` picks, that are not what was stored.
         """
         return await self._threads.run(copy.direction, self._look, transfer_id, copy)
 
-    async def note(self, slot_ids: npt.NDArray[np.int64]) -> None:
-        """Note slots that came from elsewhere than a store; nothing may write them yet."""
-        await self._threads.run(Direction.STORE, self._note, slot_ids)
+    async def record(self, slot_ids: npt.NDArray[np.int64]) -> None:
+        """Record slots that were fetched; nothing may write them yet."""
+        await self._threads.run(Direction.STORE, self._record, slot_ids)
 
     async def changed(self, slot_ids: npt.NDArray[np.int64]) -> list[int]:
-        """Return those of some slots that are not what was noted; nothing may write them yet."""
+        """Return the slots whose checksum differs; nothing may write them yet."""
         return await self._threads.run(Direction.STORE, self._compare, slot_ids)
 
     def close(self) -> None:
@@ -73,7 +72,7 @@ class Verifier:
 
     def _look(self, transfer_id: int, copy: Copy) -> list[int]:
         if copy.direction is Direction.STORE:
-            self._note(copy.slot_ids)
+            self._record(copy.slot_ids)
             return []
         return self._compare(np.unique(copy.slot_ids[transfer_id % self._every :: self._every]))
 
@@ -81,5 +80,5 @@ class Verifier:
         is_bad = self._backend.checksums(slot_ids) != self._kept[slot_ids]
         return [int(slot_id) for slot_id in slot_ids[is_bad]]
 
-    def _note(self, slot_ids: npt.NDArray[np.int64]) -> None:
+    def _record(self, slot_ids: npt.NDArray[np.int64]) -> None:
         self._kept[slot_ids] = self._backend.checksums(slot_ids)

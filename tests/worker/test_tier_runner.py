@@ -422,7 +422,7 @@ def test_what_was_fetched_has_its_checksum_noted_before_it_is_reported(make_rig)
     noted = []
 
     class Verifier:
-        async def note(self, slot_ids):
+        async def record(self, slot_ids):
             assert not rig.outcomes
             noted.append(slot_ids.tolist())
 
@@ -436,7 +436,7 @@ def test_what_was_fetched_has_its_checksum_noted_before_it_is_reported(make_rig)
 
 def test_a_fetch_whose_checksums_cannot_be_noted_has_failed(make_rig, caplog):
     class Verifier:
-        async def note(self, slot_ids):
+        async def record(self, slot_ids):
             raise RuntimeError("no threads")
 
     rig = make_rig(verifier=Verifier())

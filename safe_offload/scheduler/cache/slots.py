@@ -1,7 +1,7 @@
-"""Host slots: which are free, which are leased, which go when a new one is needed.
+"""Host slots: which are free, which are leased, which are evicted next.
 
-A slot is one position in the host memory of every rank, as large as one GPU block; here a plain
-number, from 0. A call takes many at once: a long prompt has thousands, and vLLM waits for it.
+A slot is one position in the host memory of every rank, as large as a GPU block; here a plain
+number, from 0. Each call takes many slots: a long prompt has thousands, and vLLM waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.cache.tenants import TenantQuotas
 
 NEW_SLOTS = 4096
-"""Listed at once, as a list of all takes a step's time and 40 bytes a slot."""
+"""New slots listed at a time: a list of all takes a step's time and 40 bytes a slot."""
 
 
 class SlotSource(Protocol):
@@ -125,7 +125,7 @@ class SlotPool:
 
     @property
     def leased(self) -> Set[int]:
-        """All slots that cannot be granted, since something needs them or they are bad."""
+        """Slots with a lease, retired and parked ones included."""
         return self._references.leased
 
     @property
@@ -164,9 +164,9 @@ class SlotPool:
         return len(self._retired)
 
     def open(self, num_ready: int) -> None:
-        """Allow the first `num_ready` slots, as many as every rank has made ready by now.
+        """Open the first `num_ready` slots, which every rank has made ready.
 
-        Fewer than before changes nothing.
+        A smaller number than before changes nothing.
         """
         self._num_ready = max(self._num_ready, min(num_ready, self.num_slots))
         if self._awaits_source:
@@ -180,22 +180,22 @@ class SlotPool:
         self._recount()
 
     def use_source(self, source: SlotSource | None) -> None:
-        """Take slots from a source from now on; None: all are this engine's after all."""
+        """Use a source of slots from now on; None: the memory is not shared after all."""
         self._awaits_source, self.source = False, source
         self.open(self._num_ready)
 
     def supply(self, empty: Sequence[int], filled: Sequence[int]) -> None:
-        """These slots are own from now on, and none is leased; those that are filled go first."""
+        """Add unleased own slots; the filled ones are evicted first."""
         self._empty += reversed(empty)
         self._evictable.evict_first(filled, self._now_s)
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """These slots are another engine's from now on, as `SlotSource.own` says already."""
+        """Remove slots that `SlotSource.own` no longer returns; leases stay."""
         self._evictable.forget(slots)
         self._empty = list(self._own(self._empty))
 
     def use_tenants(self, tenants: Tenants) -> None:
-        """From now on these are the tenants; those of the same label keep their slots."""
+        """Replace the tenants; a label that stays keeps its slots."""
         assert self.quotas is not None
         self.quotas.use(tenants, self._now_s)
         self._recount()
@@ -210,24 +210,24 @@ class SlotPool:
         return set(old).difference(self._empty, self._retired)
 
     def num_overpinned(self, slots: Sequence[int] = ()) -> int:
-        """Return how many slots are pinned too many, or would be with these that are not yet.
+        """Return by how many slots pins exceed the quotas, or would with these slots.
 
-        Without tenants none is.
+        Without tenants: 0.
         """
         return 0 if self.quotas is None else self.quotas.num_overpinned(slots)
 
     def pin(self, slots: Iterable[int]) -> None:
-        """These are pinned from now on, in the names of their tenants."""
+        """Count slots as pinned by their tenants."""
         if self.quotas is not None:
             self.quotas.pin(slots)
 
     def unpin(self, slots: Iterable[int]) -> None:
-        """These are pinned no more."""
+        """Count slots as pinned no longer."""
         if self.quotas is not None:
             self.quotas.unpin(slots)
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
-        """Whether pins of these slots keep from others what these are guaranteed."""
+        """Whether pins of these slots deny other tenants their guarantees."""
         return self.quotas is not None and self.quotas.must_unpin(slots)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
@@ -241,11 +241,11 @@ class SlotPool:
         """Take up to `count` slots, each under one lease of the caller's.
 
         Args:
-            salt: of the request that they are for, which says whose they are; see `TenantQuotas`.
+            salt: of the request, which determines the tenant; see `TenantQuotas`.
 
         Returns:
-            Possibly fewer than asked for, possibly none: full is normal. What a granted slot held
-            before is forgotten.
+            Possibly fewer slots, possibly none: full is normal. The previous contents of a
+            granted slot are forgotten.
         """
         if self.source is not None:
             return self.source.grant(count)
@@ -276,7 +276,7 @@ class SlotPool:
         return granted
 
     def _list_new(self, count: int) -> None:
-        """Put the next of the new slots into the list of empty ones, to be taken last."""
+        """Move new slots to the list of empty ones, to be taken last."""
         first = self.num_usable - self._num_new
         self._num_new -= (count := min(count, self._num_new))
         self._empty[:0] = range(first + count - 1, first - 1, -1)
@@ -354,11 +354,11 @@ class SlotPool:
         return self._empty[:count] + self._evictable.peek(count)
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Never find these slots again; leases on them stay as they are."""
+        """Remove slots from the directory; their leases stay."""
         self._forgotten(self.directory.forget(slots))
 
     def forget_all(self) -> None:
-        """Never find any slot again that holds something now, or will; begin a new epoch."""
+        """Empty the directory and begin a new epoch; stores in flight are not published."""
         self._forgotten(self.directory.forget_all())
         if self.source is not None:
             self.source.renew()
@@ -420,7 +420,7 @@ class SlotPool:
         return list(filterfalse(self._was_hit.__getitem__, slots))
 
     def set_time(self, now_s: float) -> None:
-        """Note the time; only the age of what is evicted depends on it."""
+        """Set the time, from which ages of evicted slots follow."""
         self._now_s = now_s
 
     def _count_evicted(self, slots: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """Quotas of tenants in a pool of slots: no grant takes what another tenant is guaranteed.
 
-A grant takes empty slots first. Then tenants over quota are evicted until their excess is equal, as
-far as slots can be evicted; the tenant that asks counts as if it already had the slots. If that is
-not enough, it evicts slots of its own. A slot is its tenant's from the grant until it is evicted or
-empty: salts keep hashes apart, so none is of use to two.
+A grant takes empty slots first. Then it evicts from tenants over quota until their excess is equal,
+as far as possible; the requesting tenant counts as if it already had the slots. If that is not
+enough, it evicts slots of its own. A slot belongs to its tenant from the grant until it is evicted
+or empty: salts separate the hashes, so no slot serves two tenants.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _for_each(name: str) -> Any:
 
 
 class TenantPolicy(EvictionPolicy):
-    """A policy for each tenant, and who pays. Only `TenantQuotas` changes it.
+    """One policy for each tenant, and how many slots each gives. Only `TenantQuotas` changes it.
 
     Bound: an entry for each slot, and `MAX_TENANTS` policies.
 
     Attributes:
-        owners: by slot that is leased or holds something, its tenant.
-        held, guaranteed, evicted: slots of each; those evicted since it was looked at last.
-        asking, num_asked: who is granted something next, and how much is being granted.
+        owners: the tenant of each slot that is leased or filled.
+        held, guaranteed, evicted: slots of each tenant; evicted ones since the last report.
+        asking, num_asked: the tenant of the next grant, and the slots of the current one.
     """
 
     def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
@@ -63,7 +63,7 @@ class TenantPolicy(EvictionPolicy):
             yield self._policies[tenant], own
 
     def rename(self, numbers: Sequence[int], num_tenants: int, now_s: float) -> None:
-        """`numbers` has for each tenant which it is from now on; 0 if it is none any more."""
+        """Renumber tenants: `numbers` has the new number of each; 0 for one that is removed."""
         before, self._policies = self._policies, [self._make() for _ in range(num_tenants)]
         self._policies[0] = before[0]
         for old, new in enumerate(numbers):
@@ -76,7 +76,7 @@ class TenantPolicy(EvictionPolicy):
 
     @property
     def above(self) -> list[int]:
-        """How many slots each tenant has above its guarantee, with those that it asks for."""
+        """Slots of each tenant above its guarantee, including the current grant."""
         above = [held - own for held, own in zip(self.held, self.guaranteed, strict=True)]
         above[self.asking] += self.num_asked
         return above
@@ -89,14 +89,14 @@ class TenantPolicy(EvictionPolicy):
         return given
 
     def peek(self, count: int) -> list[int]:
-        """See `EvictionPolicy`; those of whom has most above its guarantee come first."""
+        """See `EvictionPolicy`; those of the tenant with the largest excess come first."""
         found: list[int] = []
         for tenant in sorted(range(len(self.held)), key=self.above.__getitem__, reverse=True):
             found += self._policies[tenant].peek(count - len(found))
         return found
 
     def evict(self, count: int, now_s: float) -> list[int]:
-        """See `EvictionPolicy`; fewer than there are if others have no more than is guaranteed."""
+        """See `EvictionPolicy`; fewer than exist if the others are within their guarantees."""
         evicted: list[int] = []
         for tenant, num_given in enumerate(self.payments(count)):
             if num_given:
@@ -113,12 +113,12 @@ class TenantPolicy(EvictionPolicy):
 
 
 class TenantQuotas:
-    """Which tenant has each slot of a `SlotPool`, what each is guaranteed, and what it has pinned.
+    """The tenants of a `SlotPool`: the slots, the guarantee and the pins of each.
 
     Bound: an entry for each slot, and one for each tenant.
 
     Attributes:
-        policy: of the pool; knows who asks for what is granted next.
+        policy: of the pool.
         tenants: as they are now.
     """
 
@@ -126,7 +126,7 @@ class TenantQuotas:
         self.policy = TenantPolicy(num_slots, hashes, make)
         # What follows is mutable, and changed here only.
         self.tenants = Tenants()
-        self._num_slots = 0  # that there are for tenants
+        self._num_slots = 0  # usable and not retired
         self._pinned: set[int] = set()
         self._num_pinned = [0]
 
@@ -155,11 +155,11 @@ class TenantQuotas:
         return policy.held[policy.asking] > 0 or max(policy.above) > 0
 
     def ask(self, count: int, salt: str | None) -> None:
-        """So many slots are evicted, or taken empty, for a salt's tenant until `granted`."""
+        """Begin a grant of `count` slots for the tenant of a salt; `granted` ends it."""
         self.policy.asking, self.policy.num_asked = self.tenants.number_of(salt), count
 
     def granted(self, slots: Sequence[int]) -> None:
-        """These slots are the asking tenant's from now on."""
+        """Assign granted slots to the tenant."""
         policy = self.policy
         policy.num_asked = 0
         for slot in slots:
@@ -167,15 +167,15 @@ class TenantQuotas:
         policy.held[policy.asking] += len(slots)
 
     def emptied(self, slots: Iterable[int]) -> None:
-        """These slots are nobody's from now on."""
+        """Take slots from their tenants: they are empty."""
         for slot in slots:
             self.policy.held[self.policy.owners[slot]] -= 1
 
     def recount(self, taken: Iterable[int], num_slots: int) -> None:
-        """Count again what each tenant has, and what it is guaranteed of so many slots.
+        """Recompute what each tenant has, and its guarantee of `num_slots`.
 
         Args:
-            taken: slots that are some tenant's.
+            taken: slots of any tenant.
         """
         self._num_slots = num_slots
         self.policy.held = self._count_by_tenant(taken)
@@ -185,9 +185,9 @@ class TenantQuotas:
     # ---- pins ----------------------------------------------------------------------------------
 
     def num_overpinned(self, slots: Sequence[int]) -> int:
-        """See `SlotPool`; beyond their shares tenants may pin what is guaranteed to nobody.
+        """See `SlotPool`; beyond their guarantees, tenants may pin unguaranteed slots.
 
-        So whoever is below its guarantee can have all of it: pins of others are not in the way.
+        So pins of others never keep a tenant from its guarantee.
         """
         guaranteed, more = self.policy.guaranteed, self._count_by_tenant(slots)
         rows = zip(self._num_pinned, more, guaranteed, strict=True)

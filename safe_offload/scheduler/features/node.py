@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 LOOK_S = 1.0
-"""Between two looks for engines that have died."""
+"""Between two searches for dead engines."""
 STALLED_AFTER_S = 1.0
-"""So long another process keeps this engine from its slots before that is said."""
+"""How long another process may block this engine's slots before a warning."""
 
 
 class NodePool(Feature):
     """Uses host slots of a pool that other engines use, too.
 
-    Its state: what the ranks have said of their memory, whether it has looked at the table in this
-    step, how many slots were lost when that was asked last, when it looks for dead engines again,
-    and since when another process has kept it from its slots.
+    Its state: the pools that the ranks have reported, whether it has read the table in this step,
+    the lost slots at the last question, when it next searches for dead engines, and since when
+    another process blocks its slots.
 
     Bound: an entry for each rank.
 
@@ -49,7 +49,7 @@ class NodePool(Feature):
         self._counters, self._ranks = planner.counters, planner.ranks
         self._slots = slots
         self._private = private
-        self._lots: NodeLots | None = None  # until all ranks have said that they use the pool
+        self._lots: NodeLots | None = None  # until all ranks have reported the pool
         self._pools: dict[int, PoolFacts | None] = {}
         self._is_synced = False
         self._num_lost = 0
@@ -57,7 +57,7 @@ class NodePool(Feature):
         self._folder = ""
         self._num_damaged = 0
         self._stalled_since_s: float | None = None
-        self._is_stalled = False  # and that was said
+        self._is_stalled = False  # and a warning was logged
 
     def seen(self, state: RequestState, *, may_read: bool) -> None:
         self._wake()
@@ -68,8 +68,8 @@ class NodePool(Feature):
     def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
         """See `Feature`.
 
-        A request that comes before the ranks have told where the pool is waits for that: they do so
-        in the first step, or not at all.
+        A request that arrives before the ranks have reported the pool waits: they report it in the
+        first step, or never.
         """
         if self._planner.is_starting:
             return Answer.ASK_AGAIN
@@ -94,9 +94,9 @@ class NodePool(Feature):
         self._is_synced = False
 
     def _step(self, lots: NodeLots, now_s: float) -> None:
-        self._say_what_is_damaged(lots.table)
+        self._report_damage(lots.table)
         is_awake = lots.wake()
-        self._say_if_stalled(now_s, is_awake=is_awake)
+        self._report_stall(now_s, is_awake=is_awake)
         if is_awake:
             self._sync(lots)
             lots.balance()
@@ -110,13 +110,13 @@ class NodePool(Feature):
         return plan
 
     def _sync(self, lots: NodeLots) -> None:
-        """Look at what others have changed, once in a step, however many requests ask."""
+        """Read the changes of other engines, once in a step for all its requests."""
         if not self._is_synced:
             self._is_synced = True
             lots.sync()
 
-    def _say_what_is_damaged(self, table: Table) -> None:
-        """Count and log what the table has that cannot be; leave the pool if that is our place."""
+    def _report_damage(self, table: Table) -> None:
+        """Count and log impossible entries; leave the pool if this engine has lost its place."""
         if table.num_damaged == self._num_damaged and not table.lost:
             return
         self._counters[Count.DAMAGED_ENTRIES] += table.num_damaged - self._num_damaged
@@ -134,8 +134,8 @@ class NodePool(Feature):
                 0, f"the shared host cache {self._folder} cannot be used: {table.lost}"
             )
 
-    def _say_if_stalled(self, now_s: float, *, is_awake: bool) -> None:
-        """Count and log that another process keeps this engine from its slots: it computes."""
+    def _report_stall(self, now_s: float, *, is_awake: bool) -> None:
+        """Count and log that another process blocks this engine's slots, so that it recomputes."""
         if is_awake:
             if self._is_stalled:
                 logger.info("The shared host cache %s can be used again.", self._folder)
@@ -162,7 +162,7 @@ class NodePool(Feature):
         self._nap_if_idle()
 
     def _attach(self) -> None:
-        """Join the pool when all ranks have told where it is."""
+        """Join the pool once all ranks have reported it."""
         if len(self._pools) < self._planner.options.num_ranks:
             return
         found = list(self._pools.values())
@@ -219,7 +219,7 @@ class NodePool(Feature):
             )
 
     def has_work(self) -> bool:
-        """See `Feature`; it has not looked at all yet that others have stored."""
+        """See `Feature`; not all that others have stored was read yet."""
         return self._lots is not None and self._lots.is_behind
 
     def shutdown(self) -> None:

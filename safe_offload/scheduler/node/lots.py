@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.cache.slots import SlotPool
 
 LOOKS_MAX = 2048
-"""Changed slots that are looked at in one `sync`, once in a step: a few milliseconds."""
+"""Changed slots read by one `sync`, which runs once in a step: a few milliseconds."""
 GIVES_MAX = 4
-"""Lots that are given to others in one step."""
+"""Lots given to other engines in one step."""
 _UNSEEN = np.iinfo(np.uint64).max
-"""The version of a lot that is to be looked at, whatever has changed."""
+"""The version of a lot that the next `sync` reads in any case."""
 
 
 class NodeLots:
@@ -49,8 +49,8 @@ class NodeLots:
         generation: of what this engine stores and finds; 0 if there has been no reset.
         secret: of what no other engine may find.
         num_lost: slots that were overwritten by another before they could be leased.
-        is_behind: not all that others have changed was looked at yet.
-        parked: guests read them, or they are bad. Read only.
+        is_behind: changes of other engines are left for the next `sync`.
+        parked: own slots that guests read, or that are bad. Read only.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class NodeLots:
     # ---- what others do ------------------------------------------------------------------------
 
     def wake(self) -> bool:
-        """Make sure that nobody takes lots of this engine; False if it is not possible now."""
+        """Keep others from taking lots of this engine; False if that is impossible now."""
         table = self.table
         if table.is_awake:
             return True
@@ -102,7 +102,7 @@ class NodeLots:
         return True
 
     def sync(self) -> None:
-        """Find what others have stored, and no longer find what they have overwritten."""
+        """Add what others have stored to the directory; remove what they have overwritten."""
         table = self.table
         self._keep_lots()
         changed = np.flatnonzero(table.versions != self._versions).tolist()
@@ -121,7 +121,7 @@ class NodeLots:
             self._versions[lot] = versions[lot]
 
     def _keep_lots(self) -> None:
-        """Take back lots that a damaged table says are not this engine's, or give them up."""
+        """Take back, or give up, lots that a damaged table does not assign to this engine."""
         table = self.table
         if not table.is_awake:
             return
@@ -141,19 +141,19 @@ class NodeLots:
             self._pool.forget(filled)
 
     def _leased(self, slots: Iterable[int]) -> list[int]:
-        """Return those of the slots that somebody needs."""
+        """Return the leased slots among these; parked ones do not count."""
         leased, parked = self._pool.leased, self.parked
         return [slot for slot in slots if slot in leased and slot not in parked]
 
     def _guard(self, slots: Sequence[int]) -> None:
-        """Be a guest at leased slots of a lot that will be another's."""
+        """Mark leased slots of a lot that another engine may claim next."""
         self.table.mark(_array(slots))
         self._marked.update(slots)
 
     def _drop_changed(self, lot: int) -> Slots:
-        """No longer find what has changed in a lot of another; return these slots.
+        """Remove what has changed in another engine's lot from the directory; return these slots.
 
-        Where this engine is a guest nothing has, even if the owner lets nobody else find it.
+        Slots where this engine is a guest have not changed, even if their owner unpublished them.
         """
         slots, table = self.table.range_of(lot), self.table
         part = slice(slots.start, min(slots.stop, self._pool.num_usable))
@@ -164,10 +164,10 @@ class NodeLots:
         return changed
 
     def _look_at(self, lot: int) -> int:
-        """Look at what has changed in a lot of another; return how many slots that were."""
+        """Read what has changed in another engine's lot; return how many slots."""
         changed, tables = self._drop_changed(lot), self._directory.tables
         new: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
-        self._seen[changed] = 0  # what is being changed now is looked at again when its lot changes
+        self._seen[changed] = 0  # a slot that is being changed is read again when its lot changes
         records = self.table.read(changed)
         self._seen[[record[0] for record in records]] = [record[1] for record in records]
         ours, num_groups = (self.generation, self.secret), len(tables)
@@ -181,7 +181,7 @@ class NodeLots:
         return len(changed)
 
     def balance(self) -> None:
-        """Give lots beyond this engine's share to others who have too few."""
+        """Give surplus lots to engines that have too few."""
         table = self.table
         if not table.is_wanted:
             return
@@ -207,7 +207,7 @@ class NodeLots:
         return True
 
     def _lose(self, lots: Collection[int]) -> None:
-        """Lots are another's from now on; what they hold can still be found."""
+        """Give up lots; their contents can still be found."""
         lost: list[int] = []
         for lot in lots:
             slots = self.table.range_of(lot)
@@ -225,7 +225,7 @@ class NodeLots:
     # ---- grants --------------------------------------------------------------------------------
 
     def grant(self, count: int) -> list[int]:
-        """See `SlotPool`; what guests read is not granted, and stays as it is."""
+        """See `SlotPool`; slots that guests read are skipped."""
         table, pool = self.table, self._pool
         if not table.is_awake or count <= 0:
             return []
@@ -253,7 +253,7 @@ class NodeLots:
         return list(held.tolist())
 
     def _unpark(self) -> None:
-        """Take back slots whose guests have gone, of those that were not asked for longest."""
+        """Release parked slots whose guests have left; the longest parked come first."""
         if some := list(islice(self.parked, LOOKS_MAX)):
             held = self.table.guests_at(_array(some)).tolist()
             for slot in some:
@@ -262,7 +262,7 @@ class NodeLots:
             self._pool.release(sorted(filterfalse(self.parked.__contains__, some)))
 
     def _park_next(self, count: int) -> None:
-        """Pass over what would be evicted next, but is read by guests."""
+        """Park slots that would be evicted next but are read by guests."""
         while count > 0:
             held = self.table.guests_at(_array(self._pool.next_evicted(count))).tolist()
             if not held:
@@ -272,7 +272,7 @@ class NodeLots:
             count *= 2  # however many there are, these are few rounds
 
     def _spare(self, count: int) -> None:
-        """What others have used since it was last released is evicted as if it was new."""
+        """Requeue the next victims that other engines have used since their last release."""
         next_slots = self._pool.next_evicted(count) if count > 0 else []
         if next_slots:
             array = _array(next_slots)
@@ -284,7 +284,7 @@ class NodeLots:
                 self._pool.release(used[::-1])
 
     def _claim(self, num_wanted: int) -> None:
-        """Take over free lots, and what napping engines have too many of."""
+        """Claim free lots, then surplus lots of napping engines."""
         table = self.table
         free = table.free_lots(self._pool.num_usable)
         if self._pool.num_evictable >= num_wanted and len(self._lots) >= table.fair_share():
@@ -299,10 +299,10 @@ class NodeLots:
         return not (self.table.words[self.table.range_of(lot)] & np.uint64(1)).all()
 
     def _take_over(self, lot: int) -> int:
-        """A lot is this engine's from now on, with what it holds; return how many slots it has."""
+        """Take over a claimed lot with its contents; return its number of slots."""
         table = self.table
         slots = table.range_of(lot)
-        self._drop_changed(lot)  # and find nothing new: it may be what is stored next
+        self._drop_changed(lot)  # and add nothing: it may be about to be stored
         self._lots.add(lot)
         self._has_lot[lot] = True
         hashes, leased = self._directory.hashes, self._pool.leased
@@ -320,7 +320,7 @@ class NodeLots:
         return len(slots)
 
     def publish(self, slots: Sequence[int]) -> None:
-        """Let other engines find what this one has stored."""
+        """Publish what this engine has stored."""
         directory = self._directory
         stored: list[tuple[int, bytes]] = [
             (slot, block_hash)
@@ -348,7 +348,7 @@ class NodeLots:
         return chain.from_iterable(map(self.table.range_of, sorted(self._lots)))
 
     def visit(self, slots: Sequence[int]) -> Sequence[int]:
-        """See `SlotSource`; be a guest at those that are another's."""
+        """See `SlotSource`; marks slots of other engines."""
         foreign = filterfalse(self._is_own.__getitem__, slots)
         new = list(filterfalse(self._marked.__contains__, foreign))
         if new:
@@ -383,7 +383,7 @@ class NodeLots:
             self._retract(slots)
 
     def renew(self) -> None:
-        """See `SlotSource`; what others have stored so far is of another generation, too."""
+        """See `SlotSource`; what others have stored so far has another generation, too."""
         self.generation = _new_number()
         self.secret = _new_number()
 

@@ -1,4 +1,4 @@
-"""What a copy takes by a path: learnt from a few that were timed on this machine."""
+"""What a copy takes by a path: learned from a few timed copies."""
 
 from __future__ import annotations
 

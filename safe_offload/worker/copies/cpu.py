@@ -107,7 +107,7 @@ class CpuBackend:
     def issue(self, copy: Copy, after: None) -> CpuCompletion:
         self._table.check(copy)
         if self._first_touch is not None and copy.direction is Direction.STORE:
-            self._first_touch.note(copy.slot_ids)
+            self._first_touch.will_store(copy.slot_ids)
         try:
             return CpuCompletion(
                 self.paths[0], self._threads.submit(copy.direction, self._run, copy)
@@ -165,7 +165,7 @@ def find_touch() -> Touch | None:
     try:
         touch = _library().touch_pages
     except (OSError, AttributeError):
-        return None  # `find_move` has said so
+        return None  # `find_move` has logged it
     touch.argtypes, touch.restype = [ctypes.c_uint64] * 3, None
     return touch
 

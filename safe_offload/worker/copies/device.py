@@ -39,7 +39,7 @@ class Device:
 
     Attributes:
         driver: what torch and cupy do not offer.
-        pci_address: such as "0000:07:00.0", empty where torch does not tell it.
+        pci_address: such as "0000:07:00.0", empty if torch does not provide it.
     """
 
     def __init__(

@@ -35,13 +35,13 @@ class GpuCompletion:
         path: how it is copied, once it has begun.
         used: memory that must stay until the copy has ended.
         failure: why it will not have copied everything, if that is known.
-        pieces: gives one piece to the stream each time that it is asked for the next.
+        pieces: an iterator that gives the stream one more piece at each step.
         is_urgent: it is fenced: vLLM waits until all of it has been given.
         has_begun: something may have been given to the stream.
         is_given_up: nothing more will be given.
         given: set when nothing more will be given.
         event: passed when what has been given has ended; None if there is nothing to wait for, or
-            the device refuses to say.
+            the device refuses to record one.
     """
 
     lane: Lane

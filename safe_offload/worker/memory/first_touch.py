@@ -1,8 +1,8 @@
 """Making host memory ready shortly before it is used.
 
-The system gives a page when it is first touched, and clears it. A store that waits for pages takes
-several times as long, so a thread of the lowest priority touches a little more than the highest
-slot that was stored needs: not the whole pool, which others may need as long as it is not full.
+The kernel allocates and clears a page at its first access. A store that waits for pages takes
+several times as long, so a thread of the lowest priority stays a little ahead of the highest slot
+in use. It does not touch the whole pool: others may need the memory until the pool is full.
 
 Source: Linux, sched(7) (SCHED_IDLE); Documentation/admin-guide/mm/transhuge.rst.
 """
@@ -36,7 +36,7 @@ Touch = Callable[[int, int, int], None]
 class FirstTouch:
     """Touches the slots beyond the highest that was stored, in the order in which they are granted.
 
-    `note`, on the loop's thread, alone changes `_num_wanted`; `stop` alone sets `_is_stopping`.
+    Only `will_store`, on the loop's thread, changes `_num_wanted`; only `stop` sets `_is_stopping`.
 
     Args:
         touch: must not change what another thread writes at the same time.
@@ -63,8 +63,8 @@ class FirstTouch:
     def __repr__(self) -> str:
         return f"<FirstTouch: {self._num_wanted} of {self._layout.num_slots} slots wanted>"
 
-    def note(self, slot_ids: npt.NDArray[np.int64]) -> None:
-        """Slots are about to be stored; the thread is woken for an eighth of `ahead_bytes`.
+    def will_store(self, slot_ids: npt.NDArray[np.int64]) -> None:
+        """Prepare for a store into slots; the thread is woken for an eighth of `ahead_bytes`.
 
         A slot beyond what is wanted was not granted in order (the self-test's).
         """

@@ -1,6 +1,6 @@
-"""Host memory of one worker: taking it from the system, and asking first whether there is enough.
+"""Host memory of one worker: its allocation, after a check that there is enough.
 
-The kernel would grant more than there is, and kill the engine when the pages are touched.
+The kernel grants more than exists, and kills the engine when the pages are touched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostMemory:
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        import torch  # what asks for the room alone has none: `safe-offload doctor`
+        import torch  # `safe-offload doctor` only checks the size, without torch
 
         file = find_file(address_of(memoryview(mapping)))
         given = huge_pages.of_private() if file is None else huge_pages.of_file(file.descriptor)
@@ -123,7 +123,7 @@ def check_host_bytes(
     """Raise ConfigError, with what would fit, for a host pool that the machine cannot hold.
 
     Args:
-        config: says which key decided the size, for the fix.
+        config: has the key that decided the size, for the fix.
         bytes_per_rank: that each worker is about to take.
         num_ranks_on_host: all count, because each touches its pages only later.
         available_bytes: before any of them took its pool.
@@ -136,14 +136,14 @@ def check_host_bytes(
     if needed_bytes <= usable_bytes:
         return
     key = config.capacity_key
-    asked = (
+    needed = (
         f"{format_bytes(needed_bytes)} ({num_ranks_on_host} ranks on this machine, "
         f"{format_bytes(bytes_per_rank)} each)"
         if num_ranks_on_host > 1
         else format_bytes(needed_bytes)
     )
     raise ConfigError(
-        f'The host pool ("{key}") needs {asked}; {format_bytes(available_bytes)} of host memory '
+        f'The host pool ("{key}") needs {needed}; {format_bytes(available_bytes)} of host memory '
         f"is available, of which {format_bytes(headroom_bytes)} must stay free"
         + (f' and {format_bytes(segments_bytes)} are for "segment"' if segments_bytes else "")
         + ". "

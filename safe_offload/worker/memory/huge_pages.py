@@ -22,7 +22,7 @@ class HugePages(NamedTuple):
 
     Attributes:
         word: the setting; empty if it is not known.
-        is_given: to memory that asks, as ours does; also if it is not known.
+        is_given: to memory with MADV_HUGEPAGE, as ours has; also if unknown.
         fix: what makes it so.
     """
 
@@ -75,7 +75,7 @@ def of_file(descriptor: int) -> HugePages:
 
 
 def read_text(path: Path) -> str:
-    """Return what the kernel says in a file; empty if there is none."""
+    """Return the text of a file of the kernel; empty if there is none."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -149,7 +149,7 @@ class PageLock:
                 return
             locking_s = time.monotonic() - begin_s
             if not index:
-                self._tell_plan(begin_s - touching_s + locking_s, max(PAUSE_S, locking_s))
+                self._log_plan(begin_s - touching_s + locking_s, max(PAUSE_S, locking_s))
             self._num_locked = index + 1
             self._has_begun.set()
         pages = placement.pages_of(self._address, self._layout.size_bytes)
@@ -166,7 +166,7 @@ class PageLock:
             else "",
         )
 
-    def _tell_plan(self, slab_s: float, pause_s: float) -> None:
+    def _log_plan(self, slab_s: float, pause_s: float) -> None:
         logger.info(
             "Page-locking %s of host memory in the background, at %.1f GB/s: about %.0f s. Locked "
             "memory is used immediately; requests do not wait for the rest.",

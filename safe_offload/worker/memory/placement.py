@@ -1,4 +1,4 @@
-"""Where host memory lies: near which GPU, in pages of which size.
+"""Where host memory lies: on which NUMA node, in pages of which size.
 
 A page lies on the NUMA node of the core that touches it first. So the thread that page-locks moves
 to the cores of the GPU's node; a pool on the other socket has about half the link (vllm#30492).
@@ -30,7 +30,7 @@ def numa_node_of(pci_address: str, system: Path = SYSTEM) -> int | None:
 
 
 def cores_of(node: int, system: Path = SYSTEM) -> set[int]:
-    """Return the cores of a NUMA node; raises OSError or ValueError if the system does not tell."""
+    """Return the cores of a NUMA node; raises OSError or ValueError if unknown."""
     return numbers_in((system / f"devices/system/node/node{node}/cpulist").read_text().strip())
 
 
@@ -54,7 +54,7 @@ def move_thread_to(node: int, system: Path = SYSTEM) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Which pages a range of touched memory has got; None or empty where it is not told."""
+    """The pages of a range of touched memory; None or empty if unknown."""
 
     huge_percent: int | None
     node_percent: dict[int, int]
@@ -68,7 +68,7 @@ class Pages:
 
 
 def pages_of(address: int, size_bytes: int, process: Path = PROCESS) -> Pages:
-    """Ask the system which pages a range of touched memory has got."""
+    """Return the pages of a range of touched memory, from /proc."""
     end = address + size_bytes
     return Pages(_huge_percent(address, end, process), _node_percent(address, end, process))
 

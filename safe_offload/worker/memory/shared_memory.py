@@ -146,7 +146,7 @@ def secret_of(first_rank: int) -> bytes:
 
 
 def address_of(secret: bytes) -> str:
-    """Return where the ranks of a secret meet, which tells nothing of it."""
+    """Return the address where the ranks of a secret meet; it does not reveal the secret."""
     return f"safe-offload/{hmac.digest(secret, b'address', 'sha256').hex()}"
 
 
@@ -156,7 +156,7 @@ def bytes_with_checksums(layout: HostLayout) -> int:
 
 
 def checksum_table(host: HostMemory, layout: HostLayout) -> npt.NDArray[np.uint64]:
-    """Return the checksums of all slots: noted by the rank that stored, compared by all."""
+    """Return the checksums of all slots: recorded by the rank that stored, compared by all."""
     offset = _table_offset(layout)
     memory: npt.NDArray[np.uint8] = host.tensor.numpy()
     return memory[offset : offset + layout.num_slots * CHECKSUM_BYTES].view(np.uint64)
@@ -176,17 +176,17 @@ class _Process:
 
     @classmethod
     def of(cls, number: int | str) -> Self:
-        """Read what /proc says; OSError if there is no such process in this PID namespace."""
-        told, _, facts = Path(f"/proc/{number}/stat").read_text().rpartition(")")
+        """Read /proc; OSError if there is no such process in this PID namespace."""
+        head, _, facts = Path(f"/proc/{number}/stat").read_text().rpartition(")")
         fields = facts.split()
-        return cls(int(told.split()[0]), int(fields[1]), int(fields[19]))
+        return cls(int(head.split()[0]), int(fields[1]), int(fields[19]))
 
     @classmethod
     def this(cls) -> Self:
         """Return this process.
 
         Raises:
-            SharingError: /proc belongs to another PID namespace, so it cannot say who others are.
+            SharingError: /proc belongs to another PID namespace, so it cannot identify others.
         """
         process = cls.of("self")
         if (process.number, process.parent) != (os.getpid(), os.getppid()):
@@ -258,12 +258,12 @@ class _Meeting:
         return mapping
 
     def badge(self, index: int, process: _Process, terms: bytes) -> bytes:
-        """Return what shows that a process is a rank of this engine.
+        """Return the proof that a process is a rank of this engine.
 
-        It is worth nothing to others who have seen it: the kernel says which process shows it.
+        It is useless to other processes: the kernel tells which one presents it.
         """
-        said = f"{index}/{self.share.count}/{process}/".encode() + terms
-        return terms + hmac.digest(self.secret, said, "sha256")
+        claim = f"{index}/{self.share.count}/{process}/".encode() + terms
+        return terms + hmac.digest(self.secret, claim, "sha256")
 
     def _accept(self, listener: socket.socket, missing: set[int]) -> socket.socket | None:
         """Return a connection to a rank that was missing, None if a stranger has come."""
@@ -350,16 +350,16 @@ def _new_socket() -> socket.socket:
 
 
 def _check_overcommit() -> None:
-    """Raise SharingError if the system may lack later what it gives now."""
+    """Raise SharingError if mapped memory may turn out to be missing when it is touched."""
     with contextlib.suppress(OSError):
         if OVERCOMMIT.read_text().strip() == "2":
             # Pages of shared memory are counted when they are touched, and SIGBUS ends the process
-            # if there is none left; private memory is refused when it is asked for.
+            # if there is none left; private memory is refused when it is mapped.
             raise SharingError("vm.overcommit_memory is 2")
 
 
 def _credentials(peer: socket.socket) -> tuple[int, int]:
     """Return number and user of the process that connected, or listens; 0: of no process here."""
-    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    number, user_id, _ = struct.unpack("3i", told)
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    number, user_id, _ = struct.unpack("3i", credentials)
     return number, user_id

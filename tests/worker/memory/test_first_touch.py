@@ -60,11 +60,11 @@ def test_as_much_is_touched_as_is_stored_soon_and_no_more(start):
     touched = Touched()
     first = start(touched, 0, 16 * SLOT_BYTES)
     touched.wait_until(16 * SLOT_BYTES)
-    first.note(ids(0, 1))
-    first.note(ids(3, 2))
+    first.will_store(ids(0, 1))
+    first.will_store(ids(3, 2))
     touched.wait_until(20 * SLOT_BYTES)
-    first.note(ids(NUM_SLOTS - 1))  # out of order
-    first.note(ids(19))
+    first.will_store(ids(NUM_SLOTS - 1))  # out of order
+    first.will_store(ids(19))
     touched.wait_until(36 * SLOT_BYTES)
     assert [start for start, _ in touched.ranges] == [0, *(end for _, end in touched.ranges[:-1])]
 
@@ -97,7 +97,7 @@ def test_where_the_lowest_priority_is_not_to_be_had_nothing_is_touched(start, mo
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     touched = Touched()
     first = start(touched, 0, SLOT_BYTES)
-    first.note(ids(0))
+    first.will_store(ids(0))
     assert first.stop()
     assert not touched.ranges
 
@@ -108,7 +108,7 @@ def test_where_the_system_has_no_thread_left_nothing_is_touched(start, monkeypat
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     first = start(Touched(), 0, SLOT_BYTES)
-    first.note(ids(0))
+    first.will_store(ids(0))
     assert first.stop()
 
 
