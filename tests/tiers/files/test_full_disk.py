@@ -11,7 +11,7 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.files import object_file, store
+from safe_offload.tiers.files import file_store, object_file
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.sealed_tier import SealedTier
@@ -44,7 +44,7 @@ class Tier(SealedTier):
         self.settle = store.settle
 
 
-class FileStore(store.FileStore):
+class FileStore(file_store.FileStore):
     async def settle(self) -> None:
         await asyncio.wrap_future(self._keeper.submit(lambda: None))
 
