@@ -408,18 +408,6 @@ async def test_a_full_store_evicts_what_nobody_has_read_lately(tmp_path):
                 assert result is not Result.DONE or bytes_of(target) == bytes_of(slot)
 
 
-async def test_models_and_versions_of_weights_keep_apart(config):
-    words = [naming.namespace(FACTS | {"model": model}, g) for model in "ab" for g in ("", "2")]
-    async with opened(config) as tier:
-        for number, word in enumerate(words):
-            slot = filled((4096,), number)
-            assert await spill_one(tier, name_of(7, space=word), slot) is Result.DONE
-        for number, word in enumerate(words):
-            target = slot_of((4096,))
-            assert await fetch_one(tier, name_of(7, space=word), target) is Result.DONE
-            assert bytes_of(target) == bytes_of(filled((4096,), number))
-
-
 async def test_an_object_sealed_with_another_key_is_not_used(config):
     name, slot = name_of(1, space=naming.namespace(FACTS, "sealed")), filled((4096,))
     async with opened(config, Seal(bytes(range(32)))) as ours:
