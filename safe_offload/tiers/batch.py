@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers, Name, Result
@@ -54,6 +55,25 @@ class Batch:
         """Set the result of some objects."""
         for index in indices:
             self.results[index] = result
+
+    async def outlast(
+        self, jobs: Collection[Future[None]], give_up: Callable[[], object] = lambda: None
+    ) -> None:
+        """Return when jobs on threads have ended; raise what one of them raised.
+
+        When cancelled, no other object and no other job begins, and `give_up` is called.
+        """
+
+        def cancel() -> None:
+            self.left.clear()
+            for job in jobs:
+                job.cancel()
+            give_up()
+
+        await outlast([asyncio.wrap_future(job) for job in jobs], cancel)
+        for job in jobs:
+            if not job.cancelled():
+                job.result()
 
     def is_bad(self, index: int) -> bool:
         """Return whether the stored object is unusable, and so must be overwritten."""

@@ -45,7 +45,6 @@ from safe_offload.tiers.files.directory import (
 from safe_offload.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
 from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.store import Item, Store, pages
-from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -144,18 +143,8 @@ class FileStore(Store):
 
     async def _run(self, executor: ThreadPoolExecutor, work: Work, batch: Batch) -> None:
         num_jobs = min(self._num_threads, len(batch.left))
-        jobs = [executor.submit(self._work_off, batch, work) for _ in range(num_jobs)]
-
-        def give_up() -> None:
-            batch.left.clear()
-            for job in jobs:
-                job.cancel()
-
-        await outlast([asyncio.wrap_future(job) for job in jobs], give_up)
+        await batch.outlast([executor.submit(self._work_off, batch, work) for _ in range(num_jobs)])
         self.used_bytes = self._capacity.used_bytes
-        for job in jobs:
-            if not job.cancelled():
-                job.result()
 
     # ---- operators ----------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
 from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
 from safe_offload.tiers.mooncake.settings import complete
 from safe_offload.tiers.store import Item, Store, listed, pages
-from safe_offload.tiers.waiting import outlast
 
 CHUNK_OBJECTS: Final = 256
 READ_BYTES: Final = 16 << 20
@@ -130,18 +129,12 @@ class MooncakeStore(Store):
         jobs = [self._movers.submit(self._work_off, work, bytes_max, batch) for _ in range(JOBS)]
         loop = asyncio.get_running_loop()
 
-        def give_up() -> None:
-            batch.left.clear()
-            for job in jobs:
-                job.cancel()
-            loop.call_later(GRACE_S, end)
-
         def end() -> None:
             if not all(job.done() for job in jobs):
                 self._mover.kill()
                 loop.call_later(GRACE_S, end)
 
-        await outlast([asyncio.wrap_future(job) for job in jobs], give_up)
+        await batch.outlast(jobs, lambda: loop.call_later(GRACE_S, end))
 
     # ---- on threads ---------------------------------------------------------------------------
 

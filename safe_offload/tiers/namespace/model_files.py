@@ -263,11 +263,11 @@ class FileDigests:
                 return _One(blob, size_bytes=now.st_size)
             is_new = max(now.st_ctime_ns, link.st_ctime_ns) > self._since_ns
             doubt = _changed(path) if is_new and not blob else ""
-            stamp = _stamp(now)
+            stamp = stamp_of(now)
             if digest := kept.get(path, stamp):
                 return _One(digest, doubt, now.st_size)
             digest, read_bytes = _read(file_fd, cancelled)
-            if _stamp(os.fstat(file_fd)) != stamp or _stamp(os.stat(path)) != stamp:
+            if stamp_of(os.fstat(file_fd)) != stamp or stamp_of(os.stat(path)) != stamp:
                 doubt = f"{path!r} changed while it was read"
             elif now.st_ctime_ns <= looked_at_ns - RACY_NS:
                 kept.put(path, stamp, digest)
@@ -276,7 +276,7 @@ class FileDigests:
             os.close(file_fd)
 
 
-def _stamp(now: os.stat_result) -> Stamp:
+def stamp_of(now: os.stat_result) -> Stamp:
     """Return what identifies a version of a file: an editor can keep all of it but the last."""
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
