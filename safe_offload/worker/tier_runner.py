@@ -324,7 +324,7 @@ class TierRunner:
             "Tiers of rank %d are in use, in namespace %s (%s).",
             self._rank,
             ", ".join(guarded.namespace("").hex() for guarded in self.guarded_tiers),
-            learned.told,
+            learned.summary,
         )
 
     async def _may_be_asked(self, pending: PendingMessage) -> bool:

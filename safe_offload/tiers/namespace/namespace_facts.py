@@ -46,11 +46,11 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What files hold: facts by name, doubts about them, and what is logged of it."""
+    """The facts in files by name, doubts about them, and a summary for the log."""
 
     facts: Mapping[str, str]
     doubts: tuple[Doubt, ...]
-    told: str
+    summary: str
 
 
 @dataclass(slots=True)
@@ -101,11 +101,11 @@ class NamespaceFacts:
             size_bytes += found.size_bytes
             read_bytes += found.read_bytes
         seconds = time.monotonic() - begin_s
-        told = (
+        summary = (
             f"{num_files} files of the model, {format_bytes(size_bytes)}, "
             f"{format_bytes(read_bytes)} of them read in {seconds:.1f} s"
         )
-        return Learned(facts, tuple(doubts), told)
+        return Learned(facts, tuple(doubts), summary)
 
     def take(self, learned: Learned) -> None:
         """Complete the facts."""

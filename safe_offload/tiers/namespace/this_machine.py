@@ -10,7 +10,7 @@ import hashlib
 import os
 
 from safe_offload.started import process_started_ns
-from safe_offload.tiers.namespace.model_files import find_files
+from safe_offload.tiers.namespace.model_files import find_files, stamp_of
 from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 
 
@@ -23,23 +23,17 @@ def name_here(facts: NamespaceFacts, more: dict[str, str]) -> tuple[str, list[st
         more: facts beside those of the namespace.
     """
     since_ns = process_started_ns()
-    told = {name: fact for name, fact in facts.facts.items() if name != "rank"} | more
+    all_facts = {name: fact for name, fact in facts.facts.items() if name != "rank"} | more
     doubts = [doubt.text for doubt in facts.doubts]
     for name, place in facts.places.items():
         _, files, found = find_files(place, since_ns)
         try:
-            stamps = {file: _stamp(path) for file, path in sorted(files.items())}
+            stamps = {file: stamp_of(os.stat(path)) for file, path in sorted(files.items())}
         except OSError as error:
             stamps, found = {}, [*found, f"files of {place.name!r} cannot be seen: {error}"]
-        told[f"files.{name}"] = repr(stamps)
+        all_facts[f"files.{name}"] = repr(stamps)
         if files or name in facts.required:
             doubts += found
             new = [file for file, stamp in stamps.items() if stamp[-1] > since_ns]
             doubts += [f"{file!r} changed after this process started" for file in new[:1]]
-    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:32], doubts
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    found = os.stat(path)
-    size_bytes, changed_ns = found.st_size, found.st_ctime_ns
-    return found.st_dev, found.st_ino, size_bytes, found.st_mtime_ns, changed_ns
+    return hashlib.sha256(repr(sorted(all_facts.items())).encode()).hexdigest()[:32], doubts

@@ -69,7 +69,7 @@ class _Child:
         self._memory = memoryview(map_file(descriptor, *guards))
         os.close(descriptor)
         self._facts: dict[str, str] = {}
-        self._told = -1, 0
+        self._reported = -1, 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, descriptor: int) -> None:
@@ -135,7 +135,7 @@ class _Child:
                 )
             self._send("failed", number, reason_of(error))
         else:
-            self._tell()
+            self._report_holdings()
             self._send("done", number, found)
 
     def _buffers(self, slot_id: int) -> tuple[memoryview, ...]:
@@ -150,13 +150,13 @@ class _Child:
         engine = os.getppid()
         while os.getppid() == engine:
             await asyncio.sleep(LOOK_S)
-            self._tell()
+            self._report_holdings()
         _end()
 
-    def _tell(self) -> None:
+    def _report_holdings(self) -> None:
         holds = self._tier.used_bytes, self._tier.num_evicted
-        if holds != self._told:
-            self._told = holds
+        if holds != self._reported:
+            self._reported = holds
             self._send("holds", *holds)
 
     def _send(self, *message: object) -> None:

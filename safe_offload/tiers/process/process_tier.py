@@ -326,8 +326,8 @@ class Process:
         self._answers[number] = verb, len(names), answer
         answer.add_done_callback(lambda _: self._answers.pop(number, None))
         answer.add_done_callback(lambda it: it.cancelled() or it.exception())  # seen in any case
-        told = [(name.namespace, name.group_idx, name.block_hash, name.mark) for name in names]
-        self._send(verb, number, told, list(slots), facts)
+        sent = [(name.namespace, name.group_idx, name.block_hash, name.mark) for name in names]
+        self._send(verb, number, sent, list(slots), facts)
         return answer
 
     def give_up(self, answer: asyncio.Future[list[Any]]) -> None:

@@ -89,8 +89,8 @@ class ValkeyStore(Store):
         self._login = Login(config, CLIENT_NAME if slot_bytes else "")
         self._servers = Servers(self._login, config.num_connections)
         self._is_closed = False
-        # Of an operator: connections that were told so, and whether a look is no use of a key.
-        self._told = weakref.WeakSet[Wire]()
+        # Of an operator: connections with NO-TOUCH, and whether a look is no use of a key.
+        self._no_touch = weakref.WeakSet[Wire]()
         self._keeps_use = True
         if config.location.password and slot_bytes:
             self.log.password_in_url()
@@ -413,7 +413,7 @@ class ValkeyStore(Store):
         """Send commands, and return the answer to each: an `ErrorReply` where it is refused."""
 
         async def work(wire: Wire) -> list[Tree]:
-            await self._tell(wire)
+            await self._set_no_touch(wire)
             asked = [
                 wire.ask_tree([command(*words)], text_bytes_max=TEXT_BYTES_MAX)
                 for words in commands
@@ -422,12 +422,12 @@ class ValkeyStore(Store):
 
         return await self._in_time(node, node.data.use(work))
 
-    async def _tell(self, wire: Wire) -> None:
+    async def _set_no_touch(self, wire: Wire) -> None:
         """Make looks on a connection no uses, which Valkey and Redis support from 7.2 on."""
-        if wire not in self._told:
+        if wire not in self._no_touch:
             if isinstance(await wire.ask_tree([command(*_NO_TOUCH)]), ErrorReply):
                 self._keeps_use = False
-            self._told.add(wire)
+            self._no_touch.add(wire)
 
     async def _in_time(self, node: Node | None, work: Awaitable[T]) -> T:
         try:
@@ -500,7 +500,7 @@ class ValkeyStore(Store):
         """Yield keys of one server at a time; one may come twice."""
 
         async def work(wire: Wire) -> Tree:
-            await self._tell(wire)
+            await self._set_no_touch(wire)
             words = (b"MATCH", pattern.encode(), b"COUNT", b"%d" % PAGE_ITEMS)
             return await wire.ask_keys([command(b"SCAN", cursor, *words)])
 
