@@ -34,9 +34,7 @@ SPANS = (
     MATCH := "step of the match, until the hit is found",
     PLAN := "blocks allocated, load planned",
     TO_WORKER := "until the worker has the load",
-    TO_THREAD := "our loop, until a thread has the copy",
-    DESCRIPTORS := "descriptors",
-    GIVE := "first copy given to the driver",
+    START := "our loop and descriptors, until the first copy is given to the driver",
     COPY := "copies, until the last has ended",
     REPORT := "report, until a step of the worker has it",
     SETTLE := "until the scheduler has settled it",
@@ -71,7 +69,6 @@ class Seen:
 class Load:
     """What was copied for a hit."""
 
-    num_ranges: int  # neighbours joined
     size_bytes: int
     num_steps: int  # of the worker, from the one that got the load to the one that computed
     one_copy_s: float = 0.0
@@ -151,17 +148,14 @@ def spans(seen: Seen) -> Spans:
     if loads:
         submits = {key: at_s for at_s, name, key in probe["submits"] if name == "load"}
         submit_s, end_s = min(submits.values()), max(end_s for _, _, end_s, _ in loads)
-        parts = [part for part in probe["descriptors"] if part[0] == "load"]
         given_s = [at_s for at_s in probe["given"] if submit_s < at_s < end_s]
         report_s = max(at_s for at_s, keys in probe["reports"] if submits.keys() & {*keys})
         points += [
             (MATCH, _last(seen.moments, MATCHED, submit_s)),
             (PLAN, _last(seen.moments, PLANNED, submit_s)),
             (TO_WORKER, submit_s),
-            (TO_THREAD, min(begin_s for _, begin_s, *_ in parts)),
-            # Of what comes first: a way to copy may describe the next piece while one is copied.
-            (DESCRIPTORS, min([max(end_s for _, _, end_s, _ in parts), *given_s])),
-            *[(GIVE, at_s) for at_s in given_s[:1]],
+            # On a CPU no driver takes it: the copy begins when it is issued.
+            (START, min(given_s or [begin_s for _, begin_s, *_ in loads])),
             (COPY, end_s),
             (REPORT, report_s),
             (SETTLE, _last(seen.moments, SETTLED, forward_s)),
@@ -179,11 +173,10 @@ def spans(seen: Seen) -> Spans:
 def load_of(seen: Seen) -> Load:
     """Return what was copied for a hit that has spans."""
     submits = [at_s for at_s, name, _ in seen.probe["submits"] if name == "load"]
-    counts = [count for way, _, _, count in seen.probe["descriptors"] if way == "load"]
     size_bytes = sum(size for way, _, _, size in seen.probe["copies"] if way == "load")
     (forward_s, *_), *_ = (step for step in seen.probe["steps"] if step[2] > 0)
     steps = [step for step in seen.probe["steps"] if min(submits) < step[1] and step[0] < forward_s]
-    return Load(counts[-1], size_bytes, len(steps))
+    return Load(size_bytes, len(steps))
 
 
 def _last(moments: Sequence[tuple[str, float]], wanted: str, before_s: float) -> float:
@@ -221,8 +214,8 @@ def describe_limit(hits: dict[str, list[Spans]], loads: list[Load]) -> list[str]
     medians, leasts = ([of(found) for found in totals] for of in (statistics.median, min))
     shares = [hit_s / (on_gpu_s + copy_s) for hit_s, on_gpu_s in (medians, leasts)]
     return [
-        f"{load.size_bytes:,} bytes in {load.num_ranges:,} ranges; {steps:g} steps before the one "
-        f"that computes. One copy: {1e3 * copy_s:.2f} ms.\n"
+        f"{load.size_bytes:,} bytes; {steps:g} steps before the one that computes. "
+        f"One copy: {1e3 * copy_s:.2f} ms.\n"
         f"A host hit takes {shares[0]:.3f} of the limit, by the medians; {shares[1]:.3f} by the "
         "least."
     ]

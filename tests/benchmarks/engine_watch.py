@@ -72,7 +72,6 @@ class Recorder:
         from safe_offload.worker.copies.device import Device
         from safe_offload.worker.copies.driver import Driver
         from safe_offload.worker.copies.gpu import GpuBackend
-        from safe_offload.worker.copies.ranges import RangeTable
         from safe_offload.worker.transfers import Transfers
 
         def submitted(
@@ -93,16 +92,10 @@ class Recorder:
             ids = tuple(outcome.transfer_id for outcome in report.outcomes)
             self.reports.append((time.monotonic(), ids))
 
-        def described(begin_s: float, found: Any, _table: Any, what: Any) -> None:
-            part = (what.direction.value, begin_s, time.monotonic(), len(found))
-            self.descriptors.append(part)
-
         def given(_begin_s: float, _none: None, *_: Any) -> None:
             self.given.append(time.monotonic())
 
         _record_calls(Transfers, "submit", submitted)
-        _record_calls(RangeTable, "runs", described)
-        _record_calls(RangeTable, "ranges", described)
         _record_calls(Driver, "copy_batch", given)
         _record_calls(Driver, "copy_each", given)
         _record_calls(Device, "launch", given)
@@ -116,8 +109,6 @@ class Recorder:
         self.submits: list[tuple[float, str, int]] = []  # time, direction, transfer id
         self.copies: list[tuple[str, float, float, int]] = []  # direction, begin, end, bytes
         self.reports: list[tuple[float, tuple[int, ...]]] = []  # time, transfer ids
-        # Of runs of blocks and of ranges: direction, begin, end, number.
-        self.descriptors: list[tuple[str, float, float, int]] = []
         self.given: list[float] = []  # when the driver had taken a piece of a copy
         return taken
 

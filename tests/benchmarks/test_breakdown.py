@@ -11,7 +11,6 @@ from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.driver import Driver
 from safe_offload.worker.copies.gpu import GpuBackend
-from safe_offload.worker.copies.ranges import RangeTable
 from safe_offload.worker.transfers import Transfers
 from tests.benchmarks import engine_watch
 from tests.benchmarks.breakdown import SPANS, Load, Seen, load_of, spans
@@ -25,8 +24,6 @@ WATCHED = (
     (CpuBackend, "issue"),
     (GpuBackend, "issue"),
     (WorkerBridge, "report_settled"),
-    (RangeTable, "runs"),
-    (RangeTable, "ranges"),
     (Driver, "copy_batch"),
     (Driver, "copy_each"),
     (Device, "launch"),
@@ -39,7 +36,6 @@ def seen(*steps: list[float]) -> Seen:
         "submits": [(3.0, "load", 7), (3.0, "store", 8)],
         "copies": [("load", 4.0, 6.0, 1), ("store", 1.0, 30.0, 1)],
         "reports": [(6.5, (7,)), (31.0, (8,))],
-        "descriptors": [("store", 3.1, 3.2, 9), ("load", 3.5, 3.7, 2), ("load", 3.7, 4.5, 64)],
         "given": [5.0, 5.5, 33.0],
     }
     moments = [
@@ -55,11 +51,11 @@ def test_the_spans_of_a_hit_add_up_also_where_the_next_step_begins_before_the_to
     found = spans(seen(*steps))
     assert [*found] == [*SPANS]
     assert [*found.values()] == [
-        *[1.0, 0.5, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0],
+        *[1.0, 0.5, 0.5, 1.0, 2.0, 1.0],
         *[0.5, 0.5, 1.0, 1.0, 2.0, 3.0, 1.0],
     ]
     assert sum(found.values()) == 15.0
-    assert load_of(seen(*steps)) == Load(num_ranges=64, size_bytes=1, num_steps=2)
+    assert load_of(seen(*steps)) == Load(size_bytes=1, num_steps=2)
 
 
 def test_what_is_computed_in_several_steps_has_no_spans():
