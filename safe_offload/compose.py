@@ -17,12 +17,11 @@ from safe_offload.scheduler.features.events import Events
 from safe_offload.scheduler.features.node import NodePool
 from safe_offload.scheduler.features.pins.hints import Hints
 from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.private_blocks import PrivateBlocks
 from safe_offload.scheduler.features.tenants import TenantShares
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
-from safe_offload.scheduler.stores.salts import BlockSalts
 from safe_offload.scheduler.tiers.context import TierContext
-from safe_offload.scheduler.tiers.private import PrivateBlocks
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.scheduler.tiers.tiers import Tiers
 
@@ -52,7 +51,7 @@ class Composition:
         counters: Counters,
     ) -> None:
         self._config = config
-        self._vllm_config = vllm_config
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._counters = counters
         block_bytes = max(1, specs.block_bytes(kv_cache_config))
         self.num_slots = config.num_slots_of(block_bytes)
@@ -68,7 +67,8 @@ class Composition:
         self._tenants = TenantsFile(config.tenants) if config.tenants is not None else None
         self._quotas = None
         if self._tenants is not None:
-            self._quotas = TenantQuotas(self.num_slots, directory.hashes, make_policy)
+            groups = () if config.lazy_offload else specs.state_group_ids(kv_cache_config)
+            self._quotas = TenantQuotas(self.num_slots, directory.hashes, make_policy, groups)
         self._slots = SlotPool(
             self.num_slots,
             directory,
@@ -78,14 +78,6 @@ class Composition:
             awaits_source=config.sharing is not None,
         )
         self._hits = HostHits(vllm_config, kv_cache_config, self._slots)
-        self._has_wishes = bool(config.pin_share) or config.kv_hints
-        self._tiered_hits = None
-        if config.tiers or self._has_wishes:
-            self._tiered_hits = TieredHits(vllm_config, kv_cache_config, self._hits)
-        self._salts = None
-        if self._quotas is not None:
-            groups = () if config.lazy_offload else specs.state_group_ids(kv_cache_config)
-            self._salts = BlockSalts(self._quotas.tenant_of, groups)
         self._options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(1, config.store_bytes_max // block_bytes),
@@ -101,13 +93,17 @@ class Composition:
             # Data-parallel engines that go in step with one another wait for each other's steps.
             waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             may_refuse=not config.tiers,  # which want all
-            read_hints=Hints(counters).read if config.kv_hints else None,
-            salts=self._salts,
         )
 
     def make_planner(self, gpu: GpuBlocks) -> Planner:
         """Return the scheduler side over vLLM's blocks."""
-        return Planner(self._hits, gpu, self._options, self._counters, self.features)
+        return Planner(self._hits, gpu, self._options, self._counters, self.tiers, self.features)
+
+    def tiers(self, planner: Planner) -> Tiers | None:
+        """Return the tiers, if there are any."""
+        if not self._config.tiers:
+            return None
+        return Tiers(self._find_tiered(), self._tier_context(planner))
 
     def features(self, planner: Planner) -> Iterator[Feature]:
         """Yield what the configuration asks for; those that are asked first come first."""
@@ -116,24 +112,26 @@ class Composition:
             yield Events(self.events)
         if config.uses_blocks_of_others:
             has_version = bool(config.tiers and config.tiers[0].model_version)
-            private = PrivateBlocks(
+            yield PrivateBlocks(
                 planner.book,
                 planner.hits,
                 planner.gpu,
                 tells_media_ids=media_ids.tells_media_ids(self._vllm_config),
                 vouches_for_adapters=has_version and config.sharing is None,
             )
-            yield private
-            if config.sharing is not None:
-                yield NodePool(planner, slots, private)
-            if config.tiers and self._tiered_hits is not None:
-                yield Tiers(self._tiered_hits, self._tier_context(planner), private)
-        if self._quotas and self._salts and self._tenants:
-            yield TenantShares(planner, slots, self._quotas, self._salts, self._tenants)
+        if config.sharing is not None:
+            yield NodePool(planner, slots)
+        if self._quotas and self._tenants:
+            yield TenantShares(planner, slots, self._quotas, self._tenants)
         if config.estimate_hit_rates:
             yield Estimates(planner.hits)
-        if self._has_wishes and self._tiered_hits is not None:
-            yield PinnedPrompts(planner, self._tiered_hits, config.pin_share)
+        if config.kv_hints:
+            yield Hints(planner.counters)
+        if config.pin_share or config.kv_hints:
+            yield PinnedPrompts(planner, self._find_tiered(), config.pin_share)
+
+    def _find_tiered(self) -> TieredHits:
+        return TieredHits(self._vllm_config, self._kv_cache_config, self._hits)
 
     def _tier_context(self, planner: Planner) -> TierContext:
         return TierContext(

@@ -29,6 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/cache",
         "scheduler/loads",
         "scheduler/stores",
+        "scheduler/tiers",
         "sides",
     ),
     "scheduler/node": ("node", "observe", "scheduler/cache"),
@@ -42,8 +43,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "scheduler/cache",
         "scheduler/loads",
         "scheduler/node",
-        "scheduler/stores",
-        "scheduler/tiers",
     ),
     "scheduler/features/pins": ("observe", "scheduler", "scheduler/cache", "scheduler/tiers"),
     "node": ("mapped_files",),
@@ -52,7 +51,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
     "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
     "scheduler/tiers": (
-        "compat",
         "config",
         "observe",
         "protocol",
@@ -136,7 +134,7 @@ SLOTS = {
     "scheduler/stores/snapshots.py": {"snapshots"},
     "scheduler/stores/stores.py": {"prefix", "loaded", "num_parts", "left_over"},
     "scheduler/tiers/lookups.py": {"lookup"},
-    "scheduler/tiers/private.py": {"private"},
+    "scheduler/features/private_blocks.py": {"private"},
 }
 """The slots of a `RequestState`, by the file that fills them."""
 BODY = "scheduler/requests.py"

@@ -20,10 +20,9 @@ from safe_offload.compat.block_ids import (
 )
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, StepReport
-from safe_offload.scheduler.cache.hit_curve import NO_RATES
 from safe_offload.scheduler.cache.leases import LeaseBook
-from safe_offload.scheduler.feature import NO_MESSAGES, Answer, Feature, methods, together
-from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, Costs, StepWatch
+from safe_offload.scheduler.feature import Answer, Feature, Hooks
+from safe_offload.scheduler.loads.cost import Costs, StepWatch
 from safe_offload.scheduler.loads.loads import LoadProgress, Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.outdated import Outdated
@@ -33,6 +32,7 @@ from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.stores import Stores
+from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, Tiers
 from safe_offload.sides import SchedulerSide
 
 if TYPE_CHECKING:
@@ -42,25 +42,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.cache.slots import SlotSource
     from safe_offload.scheduler.loads.hits import HostHits
-    from safe_offload.scheduler.requests import ReadHints
     from safe_offload.scheduler.stores.policy import StorePolicy
-    from safe_offload.scheduler.stores.salts import BlockSalts
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 START_STEPS_MAX = 1000
 """Steps that an idle engine makes at its start until every rank has reported how many slots it has,
 so that an operator sees them before the first request. An idle step takes a millisecond."""
-
-
-NO_PARTS = {
-    **NO_RATES,
-    **NOTHING_FETCHED,
-    **dict.fromkeys(("pins", "pinned_slots", "pool_engines", "own_slots"), 0),
-    **dict.fromkeys(("fetches_in_flight", "spills_in_flight"), 0),
-}
-"""Gauges of features that not all configurations have."""
 
 
 TRIES_MAX = 8
@@ -85,8 +75,6 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         may_refuse: the eviction policy may keep blocks from being stored.
-        read_hints: see `RequestBook`.
-        salts: see `Stores`.
     """
 
     num_ranks: int
@@ -102,8 +90,6 @@ class PlannerOptions:
     num_steps_in_flight: int = 1
     waits_when_idle: bool = True
     may_refuse: bool = True
-    read_hints: ReadHints | None = None
-    salts: BlockSalts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +114,6 @@ class Statistics:
     holders: int
     is_disabled: bool
     contained_errors: int
-    lookups: int = 0
-    fetches: int = 0
-    spills: int = 0
 
 
 class Planner(SchedulerSide):
@@ -143,7 +126,7 @@ class Planner(SchedulerSide):
     Bound: the steps in flight, and one.
 
     Args:
-        make_features: makes the features of this configuration, once all else is made.
+        make_tiers, make_features: make those of this configuration, once all else is made.
     """
 
     def __init__(
@@ -152,6 +135,7 @@ class Planner(SchedulerSide):
         gpu: GpuBlocks,
         options: PlannerOptions,
         counters: Counters,
+        make_tiers: Callable[[Planner], Tiers | None] = lambda planner: None,
         make_features: Callable[[Planner], Iterable[Feature]] = lambda planner: (),
     ) -> None:
         self.transfer_ids = itertools.count()
@@ -161,7 +145,7 @@ class Planner(SchedulerSide):
         self.options = options
         self.counters = counters
         self.leases = LeaseBook(hits.slots)
-        self.book = RequestBook(counters, LoadProgress, options.read_hints)
+        self.book = RequestBook(counters, LoadProgress)
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
@@ -177,7 +161,7 @@ class Planner(SchedulerSide):
         )
         ledger: Ledger[Store] = Ledger(self.transfer_ids, num_ranks)
         num_blocks_max = options.num_store_blocks_max
-        self.stores = Stores(hits, self.leases, ledger, num_blocks_max, counters, options.salts)
+        self.stores = Stores(hits, self.leases, ledger, num_blocks_max, counters)
         self.policy: StorePolicy
         if options.is_lazy:
             num_step_blocks = hits.geometry.num_blocks_in_step(options.num_step_tokens_max)
@@ -196,26 +180,15 @@ class Planner(SchedulerSide):
         self._num_idle_steps = 0
         self._in_flight: deque[SchedulerOutput] = deque(maxlen=options.num_steps_in_flight + 1)
         self.has_changed = True
+        self.tiers = make_tiers(self)
         self.features = tuple(make_features(self))
-        # None, or empty, where no feature has them, so that what is not used costs next to nothing.
-        self._seen, self._ended = self._one("seen"), self._one("ended")
-        self._asked, self._matched = self._one("asked"), self._one("matched")
-        self._scheduled, self._preempted = self._one("scheduled"), self._one("preempted")
-        self._finishing, self._planning = self._one("finishing"), self._one("planning")
-        self._sent, self._updated = self._one("sent"), self._one("updated")
-        self._reported, self._settled = self._one("reported"), self._one("settled")
-        self._stored, self._count_into = self._one("stored"), self._one("count_into")
-        self._messages = next(iter(self._all("messages")), None)
-        self._answer, self._is_lost = self._all("answer"), self._all("is_lost")
-        self._planned = self._all("planned")
-        self._gauges, self._note_others = self._all("gauges"), self._all("note")
-        self._has_work = self._all("has_work")
-
-    def _one(self, name: str) -> Callable[..., None] | None:
-        return together(self.features, name)
-
-    def _all(self, name: str) -> tuple[Callable[..., Any], ...]:
-        return methods(self.features, name)
+        hooks = Hooks(self.features)
+        self._on_new_request, self._on_match = hooks.on_new_request, hooks.on_match
+        self._on_scheduled, self._on_finished = hooks.on_scheduled, hooks.on_request_finished
+        self._on_step, self._on_step_planned = hooks.on_step, hooks.on_step_planned
+        self._on_report, self._on_settled = hooks.on_report, hooks.on_settled
+        self._has_work = hooks.has_work
+        self._slots = hits.slots
 
     def __repr__(self) -> str:
         return f"Planner({self.book!r}, {self.loads!r}, {self.stores!r})"
@@ -233,9 +206,11 @@ class Planner(SchedulerSide):
                 self.policy.keep_out(state)
                 return state
             self.hits.boundaries.see(state)
-            if self._seen is not None:
+            for feature in self._on_new_request:
+                feature.on_new_request(state)
+            if self.tiers is not None:
                 may_read = not (self._is_disabled or request.skip_reading_prefix_cache)
-                self._seen(state, may_read=may_read)
+                self.tiers.add_request(state, may_read=may_read)
         return state
 
     def get_num_new_matched_tokens(
@@ -257,8 +232,6 @@ class Planner(SchedulerSide):
         state = self.book.get(request.request_id)
         if state is None or state.request is not request:
             state = self.on_new_request(request)
-        if self._asked is not None:
-            self._asked(state, num_computed_tokens)
         phase = state.phase
         if not (phase is Phase.WAITING or phase is Phase.MATCHED):
             if phase is not Phase.RUNNING:
@@ -271,30 +244,33 @@ class Planner(SchedulerSide):
             return 0
         if self._look_up is not None:
             self._look_up(state, num_computed_tokens)
-        for answer in self._answer:
-            found = answer(state, num_computed_tokens, now_s)
-            if found is not Answer.SEARCH:
-                return None if found is Answer.ASK_AGAIN else 0
-        num_tokens = self.loads.match(state, num_computed_tokens, now_s)
-        if self._is_lost:
-            num_tokens = self._without_lost(state, num_computed_tokens, num_tokens, now_s)
+        for feature in self._on_match:
+            answer = feature.on_match(state, num_computed_tokens, now_s)
+            if answer is not Answer.SEARCH:
+                return None if answer is Answer.ASK_AGAIN else 0
+        if self.tiers is not None and self.tiers.waits(state, num_computed_tokens, now_s):
+            return None
+        if self._slots.source is None:
+            num_tokens = self.loads.match(state, num_computed_tokens, now_s)
+        else:
+            num_tokens = self._match_shared(self._slots.source, state, num_computed_tokens, now_s)
         if num_tokens is not None:
             if num_tokens and self._extras is not None:
                 self._extras.make_room(num_computed_tokens + num_tokens)
-            if self._matched is not None:
-                self._matched(state)
+            if self.tiers is not None:
+                self.tiers.matched(state)
         return num_tokens
 
-    def _without_lost(
-        self, state: RequestState, num_computed_tokens: int, num_tokens: int | None, now_s: float
+    def _match_shared(
+        self, source: SlotSource, state: RequestState, num_computed_tokens: int, now_s: float
     ) -> int | None:
         """Return a hit of which nothing was overwritten by another engine while it was leased."""
         for _ in range(TRIES_MAX):
-            if not any(is_lost() for is_lost in self._is_lost):
+            num_lost = source.num_lost
+            num_tokens = self.loads.match(state, num_computed_tokens, now_s)
+            if source.num_lost == num_lost:
                 return num_tokens
             self.loads.drop_hit(state)
-            num_tokens = self.loads.match(state, num_computed_tokens, now_s)
-        self.loads.drop_hit(state)
         return 0
 
     def update_state_after_alloc(
@@ -319,24 +295,22 @@ class Planner(SchedulerSide):
             self.policy.run(state)
         else:
             self.loads.begin(state, blocks.blocks, num_external_tokens)
-        if self._scheduled is not None:
-            self._scheduled(state, max(0, num_external_tokens))
+        num_tokens = max(0, num_external_tokens)
+        if self.tiers is not None:
+            self.tiers.scheduled(state, num_tokens)
+        for feature in self._on_scheduled:
+            feature.on_scheduled(state, num_tokens)
 
     def hit_tokens_by_tier(self, request: Request, num_tokens: int) -> Mapping[int, int]:
         """Return how many tokens of the load that just began each tier has brought; 0: none."""
         load = self.loads.ledger.new[-1] if self.loads.ledger.new else None
-        if load is None or load.owner.request is not request:
+        if self.tiers is None or load is None or load.owner.request is not request:
             return {}
-        found: dict[int, int] = {}
-        for hit_tokens in self._all("hit_tokens"):
-            found.update(hit_tokens(load, num_tokens))
-        return found
+        return self.tiers.hit_tokens(load, num_tokens)
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
-        if self._preempted is not None:
-            self._preempted(state)
         self.policy.preempt(state)
         self.stores.release_prefix(state)
 
@@ -356,8 +330,6 @@ class Planner(SchedulerSide):
         self.has_changed = True
         state = self.book.find(request) or self.on_new_request(request)
         try:
-            if self._finishing is not None:
-                self._finishing(state)
             if state in self.outdated:
                 self._keep_out([state])  # vLLM may have hashed a block just now
             elif not self._is_disabled:
@@ -383,8 +355,10 @@ class Planner(SchedulerSide):
             self.book.finish(state)
             self.policy.end(state)
             self.stores.end(state)
-            if self._ended is not None:
-                self._ended(state)
+            if self.tiers is not None:
+                self.tiers.end_request(state)
+            for feature in self._on_finished:
+                feature.on_request_finished(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -395,8 +369,9 @@ class Planner(SchedulerSide):
         nothing in flight that no worker knows.
         """
         self._in_flight.append(scheduler_output)
-        if self._planning is not None:
-            self._planning(scheduler_output, now_s)
+        if self._on_step:
+            for feature in self._on_step:
+                feature.on_step(scheduler_output, now_s)
             if self.ranks.has_dead:
                 self._stop()
         self.hits.slots.set_time(now_s)
@@ -418,8 +393,8 @@ class Planner(SchedulerSide):
             loading = [load.owner for load in new_loads] if new_loads else ()
             self.policy.find(scheduler_output, self.book, loading)
         before, after, fences = self.stores.plan(self._early_written, scheduler_output)
-        if self._messages is not None:
-            messages = self._messages(now_s)
+        if self.tiers is not None and now_s > self.tiers.due_s and not self._is_disabled:
+            messages = self.tiers.plan(now_s)
         if not (
             before
             or after
@@ -429,20 +404,18 @@ class Planner(SchedulerSide):
             or messages is not NO_MESSAGES
         ):
             plan = IDLE_PLAN if is_idle else EMPTY_PLAN
-            return self._complete(plan) if self._planned else plan
-        stores = before, after, fences
-        loads = self.loads.new_transfers()
-        plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)
-        self.stores.sent()
-        self.loads.sent(now_s)
-        if messages is not NO_MESSAGES and self._sent is not None:
-            self._sent(now_s)
-        self.has_changed = True
-        return self._complete(plan) if self._planned else plan
-
-    def _complete(self, plan: StepPlan) -> StepPlan:
-        for planned in self._planned:
-            plan = planned(plan)
+        else:
+            loads = self.loads.new_transfers()
+            failures = self.loads.failures
+            plan = StepPlan(loads, before, after, fences, failures, *messages, is_idle)
+            self.stores.sent()
+            self.loads.sent(now_s)
+            if messages is not NO_MESSAGES and self.tiers is not None:
+                self.tiers.sent(now_s)
+            self.has_changed = True
+        if self._on_step_planned:
+            for feature in self._on_step_planned:
+                feature.on_step_planned()
         return plan
 
     def _is_idle(self, scheduler_output: SchedulerOutput) -> bool:
@@ -487,6 +460,8 @@ class Planner(SchedulerSide):
                     self.policy.forget_uncomputed(state)
                     self._preempt(state)
                 preempted.append(state)
+                if self.hits.directory.events is not None:  # what is rescued has no owner
+                    self.hits.directory.events.learn(state)
         given_out = allocated_block_ids(scheduler_output) | self.loads.new_targets
         given_out -= self._early_written(scheduler_output)  # too late to store those
         self.policy.rescue(preempted, given_out)
@@ -511,16 +486,17 @@ class Planner(SchedulerSide):
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
-                if self._reported is not None:
-                    self._reported(report)
+                for feature in self._on_report:
+                    feature.on_report(report)
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
                     self.policy.forget_table(state)
                     self.loads.compute_next(state)
-        if self._updated is not None:
-            self._updated()
+        if self._on_settled:
+            for feature in self._on_settled:
+                feature.on_settled()
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
@@ -530,7 +506,7 @@ class Planner(SchedulerSide):
         """
         for bad in report.bad_slots:  # before the failure that frees them for others
             self.ranks.retire(bad)
-        complete = [self._note(outcome) for outcome in report.outcomes]
+        complete = [self._record(outcome) for outcome in report.outcomes]
         received = output.finished_recving = {*(output.finished_recving or ())}
         for load in complete:
             if isinstance(load, Load):
@@ -540,17 +516,17 @@ class Planner(SchedulerSide):
                     received.add(load.owner.request.request_id)
         for store in complete:
             if isinstance(store, Store):
-                if self._stored is not None and not self._is_disabled:
-                    self._stored(store)
+                if self.tiers is not None and not self._is_disabled:
+                    self.tiers.stored(store)
                 self.stores.settle(store)
-        if self._settled is not None:
-            self._settled(report)
+        if self.tiers is not None:
+            self.tiers.settle(report)
         for capacity in report.capacities:
             self.ranks.add_capacity(capacity)
         for facts in report.host_facts:
             self.ranks.add_facts(facts)
-            for doubted in self._all("doubted") if facts.doubts else ():
-                doubted(facts.doubts)
+            if facts.doubts and self.tiers is not None:
+                self.tiers.stand_alone(facts.doubts)
         for rank in report.lost_ranks:
             self.ranks.lose(rank, "no copy path passed the self-test")
         if self.ranks.has_dead:
@@ -558,12 +534,12 @@ class Planner(SchedulerSide):
         if self.hits.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0
 
-    def _note(self, outcome: Outcome) -> Store | Load | None:
-        """Note what one rank has reported; return the transfer if it was the last rank."""
+    def _record(self, outcome: Outcome) -> Store | Load | None:
+        """Record an outcome; return its transfer if this rank was the last to report it."""
         transfer_id = outcome.transfer_id
         transfer = self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
         if transfer is None:
-            if not any(note(outcome) for note in self._note_others):
+            if self.tiers is None or not self.tiers.record(outcome):
                 self.counters[Count.STALE_REPORTS] += 1
             return None
         if outcome.rank not in transfer.ranks_left:
@@ -581,9 +557,9 @@ class Planner(SchedulerSide):
     def _stop(self) -> None:
         """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
         if not self._is_disabled:
-            self._is_disabled, self._messages = True, None
-            for stopped in self._all("stopped"):
-                stopped()
+            self._is_disabled = True
+            if self.tiers is not None:
+                self.tiers.stop()
             self.hits.directory.withdraw()
 
     def disable(self, report: object = None) -> None:
@@ -598,7 +574,7 @@ class Planner(SchedulerSide):
             report: of the workers, if it was lost by the error: what it names has ended.
         """
         self._is_disabled = self.has_changed = True
-        self._start_steps_left, self._messages = 0, None
+        self._start_steps_left = 0
         self.hits.directory.withdraw()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
@@ -606,15 +582,16 @@ class Planner(SchedulerSide):
                 transfer = self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
                 if transfer is not None:
                     transfer.reported(outcome.rank, None)
-                else:
-                    for note in self._note_others:
-                        note(outcome)
+                elif self.tiers is not None:
+                    self.tiers.record(outcome)
         self.loads.give_up(self.book)
         self.stores.give_up(self.book)
         needed = {*self.loads.leases(self.book), *self.stores.leases}
+        if self.tiers is not None:
+            self.tiers.give_up()
+            needed.update(self.tiers.leases)
         for feature in self.features:
-            feature.given_up()
-            needed.update(feature.leases())
+            feature.on_disabled()
         self.leases.keep_only(needed)
 
     def reset_cache(self, cause: str | None = None) -> None:
@@ -628,8 +605,6 @@ class Planner(SchedulerSide):
                 operator who resets knows which they are, and may have named them for the tiers.
         """
         self.has_changed = True
-        for resetting in self._all("resetting"):
-            resetting()
         self.counters[Count.RESETS] += 1
         num_held = self.hits.directory.num_held
         if cause is None:
@@ -644,8 +619,10 @@ class Planner(SchedulerSide):
             self.stores.release_prefix(state)
         self.loads.fail_all()
         self.stores.reset()
-        for reset in self._all("reset"):
-            reset(cause)
+        if self.tiers is not None:
+            self.tiers.reset(is_vouched_for=cause is None)
+        for feature in self.features:
+            feature.on_reset(cause)
         self._pass_over()
         self.outdated.begin(self.book)
 
@@ -664,7 +641,14 @@ class Planner(SchedulerSide):
         """
         if self._start_steps_left or self.stores.has_work or self.loads.has_work:
             return True
-        return any(has_work() for has_work in self._has_work)
+        if self.tiers is not None and self.tiers.has_work:
+            return True
+        return bool(self._has_work) and any(feature.has_work() for feature in self._has_work)
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether only what is in flight goes on."""
+        return self._is_disabled
 
     @property
     def is_starting(self) -> bool:
@@ -679,11 +663,6 @@ class Planner(SchedulerSide):
         """See `Side`. A hit alone changes nothing: what follows it does."""
         self.has_changed = False
 
-    def count_into(self, counters: Counters) -> None:
-        """See `Side`."""
-        if self._count_into is not None:
-            self._count_into(counters)
-
     def statistics(self) -> Statistics:
         """Return how it stands; see `Statistics`."""
         return Statistics(
@@ -696,11 +675,6 @@ class Planner(SchedulerSide):
             holders=self.loads.num_holders,
             is_disabled=self._is_disabled,
             contained_errors=self.counters[Count.CONTAINED_ERRORS],
-            **{
-                name: number
-                for feature in self.features
-                for name, number in feature.statistics().items()
-            },
         )
 
     def gauges(self) -> dict[str, float]:
@@ -717,10 +691,11 @@ class Planner(SchedulerSide):
             "stores_in_flight": len(self.stores.ledger.in_flight),
             "loads_in_flight": len(self.loads.ledger.in_flight),
             **self.costs.gauges(),
-            **NO_PARTS,
         }
-        for feature_gauges in self._gauges:
-            gauges |= feature_gauges()
+        if self.tiers is not None:
+            gauges |= self.tiers.gauges()
+        for feature in self.features:
+            gauges |= feature.gauges()
         return gauges
 
     @property
@@ -731,6 +706,8 @@ class Planner(SchedulerSide):
     def check_invariants(self) -> None:
         self.leases.check_invariants()
         self.stores.check_invariants()
+        if self.tiers is not None:
+            self.tiers.check_invariants()
         for feature in self.features:
             feature.check_invariants()
 

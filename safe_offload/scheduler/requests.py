@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ReadHints = Callable[["Request", Limits], Limits]
-
 HIT_ENDS_MAX = 256
 """Of one request: when it ends, it is looked at what the host has at each."""
 HELD_LOOKS = 64
@@ -120,6 +118,7 @@ class RequestState:
         is_refused: of what it computes nothing more is stored, as others are worth more.
         num_kept_tokens: when it has ended, how many first tokens it has computed that its client
             lets be stored: what there is to learn from a request about what to keep.
+        is_retained: its blocks are stored even if others are worth more, and at once when it ends.
         response: the fields that vLLM adds to the `kv_transfer_params` of its response, if any.
         queues: that it is in; `RequestQueue` alone changes them.
         load: how far it has come with its hits and loads.
@@ -153,6 +152,7 @@ class RequestState:
     is_announced: bool = False
     is_refused: bool = False
     num_kept_tokens: int = 0
+    is_retained: bool = False
     response: dict[str, Any] | None = None
     queues: tuple[RequestQueue, ...] = ()
     # ---- slots
@@ -217,6 +217,14 @@ class RequestState:
     def may_hit(self) -> bool:
         """Whether anything that is stored may be loaded for it."""
         return not self.request.skip_reading_prefix_cache and self.limits.load_tokens != 0
+
+    def limit(self, limits: Limits) -> None:
+        """Allow, and ask for, something else than its client alone."""
+        self.limits = limits
+
+    def retain(self) -> None:
+        """Keep all of it from being refused or put off; see `is_retained`."""
+        self.is_retained = True
 
     def refuse(self, num_tokens: int) -> None:
         """Store none of the blocks that end after so many first tokens, which others may hold."""
@@ -293,18 +301,11 @@ class RequestBook:
 
     Args:
         begin_loads: makes what fills the slot `load` of a request.
-        read_hints: adds to the limits of a request what its hints ask for; None ignores hints.
     """
 
-    def __init__(
-        self,
-        counters: Counters,
-        begin_loads: Callable[[], LoadProgress],
-        read_hints: ReadHints | None = None,
-    ) -> None:
+    def __init__(self, counters: Counters, begin_loads: Callable[[], LoadProgress]) -> None:
         self._counters = counters
         self._begin_loads = begin_loads
-        self._read_hints = read_hints
         self._states: dict[str, RequestState] = {}
         self.get = self._states.get
         """Returns the state of a request id, if any hook has named it."""
@@ -320,8 +321,6 @@ class RequestBook:
     def add(self, request: Request) -> RequestState:
         """Return the state of a request that is new, in the place of one of the same id."""
         limits = NO_LIMITS if request.kv_transfer_params is None else self._read_limits(request)
-        if self._read_hints is not None:
-            limits = self._read_hints(request, limits)
         state = RequestState(request, limits)
         state.load = self._begin_loads()
         self._states[request.request_id] = state

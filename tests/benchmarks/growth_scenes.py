@@ -33,9 +33,8 @@ from safe_offload.protocol import (
 )
 from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
-from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.node.engines import hash_of, pools_in, wanted
-from tests.scheduler.features import feature_of
+from tests.scheduler.features import feature_of, tiers_of
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.peers import PeerEngine, peer_shape
 from tests.simulator.vllm_setup import OURS
@@ -556,7 +555,7 @@ def _spills(count: int, closing: Closing) -> PeerEngine:
     engine = with_tier(2 * count + 100, closing, num_slots=count + 100)
     engine.send("r", own_prompt(0, count), 200)
     side = engine.connector.side
-    queue, held = feature_of(side, Tiers).spills._queue, side.hits.directory
+    queue, held = tiers_of(side).spills._queue, side.hits.directory
     while held.num_held < count:
         engine.step()
     engine.step()
@@ -618,7 +617,7 @@ def _burst_from_tier(count: int, closing: Closing) -> PeerEngine:
 @scene("the step after that: all wait for what a tier brings", first=100)
 def _waiting_for_tier(count: int, closing: Closing) -> PeerEngine:
     engine = _burst_from_tier(count, closing)
-    while feature_of(engine.connector.side, Tiers).lookups.wanting:
+    while tiers_of(engine.connector.side).lookups.wanting:
         engine.step()
     return engine
 

@@ -90,8 +90,7 @@ class Engine:
         self.slots = SlotPool(num_slots, directory, policy, self.counters, awaits_source=True)
         self.leases = LeaseBook(self.slots)
         self.slots.open(num_slots)
-        self.private: set[bytes] = set()
-        self.lots = NodeLots(self.slots, table, self.counters, self.private.__contains__)
+        self.lots = NodeLots(self.slots, table, self.counters)
         self.slots.use_source(self.lots)
         self.table = table
         self.lots.sync()
@@ -117,7 +116,6 @@ class Engine:
         slots = list(lease.slots)
         self.slots.directory.publish(slots)
         lease.release()
-        self.lots.publish(slots)
         return slots
 
     def store(self, *hashes: bytes, group: int = 0) -> list[int]:

@@ -251,7 +251,7 @@ def test_after_a_reset_nothing_of_before_is_found_nor_given(start):
 
 def test_private_blocks_are_found_by_their_engine_only(start):
     one, other = start(), start()
-    one.private.add(A)
+    one.slots.directory.private.add(A)
     slots = one.store(A, B)
     assert one.find(A, B) == slots
     assert other.find(A) == []

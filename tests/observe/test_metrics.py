@@ -36,6 +36,7 @@ from safe_offload.observe.metrics import (
     OffloadStats,
 )
 from safe_offload.protocol import FailureReason, HostFacts, MemoryFacts, MemoryKind, StepReport
+from tests.scheduler.tiers.tier_rig import TierRig
 from tests.simulator.vllm_setup import EngineShape, make_config
 
 LABELS = ["model_name", "engine"]
@@ -367,7 +368,14 @@ def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry
 
 
 def test_every_gauge_of_the_scheduler_side_has_a_metric(make_rig):
-    assert {*make_rig().planner.gauges(), TIERS_NOT_READY} == set(GAUGES)
+    """And no metric is without a gauge: tiers and features bring their own."""
+    rig = make_rig(extra={"pin_share": 0.1, "estimate_hit_rates": True})
+    rig.run_alone("a", rig.prompt(9, 1))
+    tiers = TierRig()
+    tiers.start()
+    found = {*rig.planner.gauges(), *tiers.planner.gauges()}
+    tiers.close()
+    assert found | {"pool_engines", "own_slots", TIERS_NOT_READY} == set(GAUGES)
 
 
 def test_a_histogram_has_the_values_in_their_buckets_and_their_sum(metrics, registry):

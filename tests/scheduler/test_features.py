@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.compose import Composition
-from safe_offload.scheduler.feature import Feature, methods
+from safe_offload.scheduler.feature import Feature, Hooks
+from tests.hooks import SCHEDULER, hooks
 
 HACKING = Path(__file__).parents[2] / "docs" / "hacking.md"
 
@@ -30,8 +31,37 @@ def test_a_hook_that_a_feature_lacks_costs_no_call():
         pass
 
     class Loud(Feature):
-        def preempted(self, state: Any) -> None: ...
+        def on_step_planned(self) -> None: ...
 
     quiet, loud = Quiet(), Loud()
-    assert methods([quiet, loud], "preempted") == (loud.preempted,)
-    assert methods([quiet, loud], "ended") == ()
+    found = Hooks([quiet, loud])
+    assert found.on_step_planned == [loud]
+    assert found.on_request_finished == []
+
+
+def test_each_hook_is_called_once_and_defined_by_a_feature():
+    """Once: what calls it is a name that a type checker follows, never a string."""
+    table = hooks()
+    assert len(table) <= 14
+    for hook in table:
+        assert hook.implementers, hook.name
+        assert len(hook.callers) == 1, hook
+    assert "getattr" not in (SCHEDULER / "feature.py").read_text()
+
+
+def test_each_list_of_hooks_has_the_features_of_its_own_hook():
+    class Every(Feature):
+        def on_new_request(self, state: Any) -> None: ...
+        def on_match(self, state: Any, num_computed_tokens: int, now_s: float) -> Any: ...
+        def on_scheduled(self, state: Any, num_tokens: int) -> None: ...
+        def on_request_finished(self, state: Any) -> None: ...
+        def on_step(self, output: Any, now_s: float) -> None: ...
+        def on_step_planned(self) -> None: ...
+        def on_report(self, report: Any) -> None: ...
+        def on_settled(self) -> None: ...
+        def has_work(self) -> bool: ...
+
+    for name in vars(Hooks([])):
+        one = type("One", (Feature,), {name: vars(Every)[name]})()
+        lists = vars(Hooks([one]))
+        assert [each for each, found in lists.items() if found] == [name]

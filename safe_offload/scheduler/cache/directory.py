@@ -60,7 +60,8 @@ class SplitTable(MutableMapping[bytes, int]):
 class Directory:
     """Block hash to slot, for each KV cache group.
 
-    Bound: as many entries as there are slots, and a few more keys of each.
+    Bound: as many entries as there are slots, a few more keys of each, and what `PrivateBlocks` is
+    bounded by.
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
@@ -75,6 +76,8 @@ class Directory:
         version: changes when a slot can be found that could not, or the other way round.
         num_forgets: how often slots were forgotten that may be leased.
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
+        private: hashes that do not tell all that their blocks were computed from, so that this
+            engine alone may find these; `PrivateBlocks` changes it.
     """
 
     def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
@@ -93,6 +96,7 @@ class Directory:
         self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
         self.being_stored: set[int] = set()
+        self.private: set[bytes] = set()
 
     def begin_store(
         self,

@@ -33,13 +33,18 @@ class SlotSource(Protocol):
     Attributes:
         num_slots: own and others'.
         parked: own slots that may not be granted yet, each under a lease of the source's.
+        num_lost: slots that other engines have overwritten before they could be leased.
     """
 
     num_slots: int
+    num_lost: int
     parked: dict[int, None]
 
     def grant(self, count: int) -> list[int]:
         """See `SlotPool.grant`."""
+
+    def wake(self) -> bool:
+        """Make sure that no other engine takes own slots; False if it is not possible now."""
 
     def own(self, slots: Iterable[int]) -> Sequence[int]:
         """Return those of the slots that are own."""
@@ -115,13 +120,15 @@ class SlotPool:
         self._now_s = 0.0
         self._references = References()
         self._retired: set[int] = set()
+        self._pinned: set[int] = set()
         self._was_hit = bytearray(num_slots)  # 1: what it holds has been loaded
 
     @property
     def num_leased(self) -> int:
-        """Slots under at least one lease; those that are retired or parked do not count."""
+        """Slots under at least one lease; those that are retired, pinned or parked do not count."""
         num_parked = 0 if self.source is None else len(self.source.parked)
-        return len(self._references.leased) - len(self._retired) - num_parked
+        num_others = len(self._retired) + len(self._pinned) + num_parked
+        return len(self._references.leased) - num_others
 
     @property
     def leased(self) -> Set[int]:
@@ -202,7 +209,7 @@ class SlotPool:
 
     def _recount(self) -> None:
         if self.quotas is not None:
-            self.quotas.recount(self._taken(), self.num_usable - len(self._retired))
+            self.quotas.recount(self._taken(), self._pinned, self.num_usable - len(self._retired))
 
     def _taken(self) -> set[int]:
         """Return the usable slots that are neither empty nor retired."""
@@ -217,14 +224,18 @@ class SlotPool:
         return 0 if self.quotas is None else self.quotas.num_overpinned(slots)
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Count slots as pinned by their tenants."""
+        """Count slots as pinned, by their tenants too."""
+        new = set(slots).difference(self._pinned)
+        self._pinned |= new
         if self.quotas is not None:
-            self.quotas.pin(slots)
+            self.quotas.pin(new)
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Count slots as pinned no longer."""
+        old = self._pinned.intersection(slots)
+        self._pinned -= old
         if self.quotas is not None:
-            self.quotas.unpin(slots)
+            self.quotas.unpin(old)
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
         """Whether pins of these slots deny other tenants their guarantees."""
@@ -359,6 +370,8 @@ class SlotPool:
 
     def forget_all(self) -> None:
         """Empty the directory and begin a new epoch; stores in flight are not published."""
+        if self.source is not None:
+            self.source.wake()
         self._forgotten(self.directory.forget_all())
         if self.source is not None:
             self.source.renew()
@@ -430,6 +443,8 @@ class SlotPool:
             self._counters[Count.EVICTED_BLOCKS_HIT] += num_hit
         self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - num_hit
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
+        if self.quotas is not None:
+            self.quotas.count_evicted(slots, self._counters)
 
     def _own(self, slots: Sequence[int]) -> Sequence[int]:
         """Return those of the slots that this engine may overwrite."""
@@ -470,4 +485,4 @@ class SlotPool:
         if self.source is not None:
             self.source.check_invariants(leased)
         if self.quotas is not None:
-            self.quotas.check_invariants(self._taken())
+            self.quotas.check_invariants(self._taken(), self._pinned)

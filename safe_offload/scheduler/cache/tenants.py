@@ -11,11 +11,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.config.tenants import WHOLE, Tenants, payments
 from safe_offload.errors import InvariantError
+from safe_offload.observe.counters import of_tenant
+from safe_offload.scheduler.cache.salts import BlockSalts
 from safe_offload.scheduler.eviction.policy import EvictionPolicy, Hashes
+
+if TYPE_CHECKING:
+    from safe_offload.observe.counters import Counters
 
 MakePolicy = Callable[[int, Hashes], EvictionPolicy]
 
@@ -37,7 +42,7 @@ class TenantPolicy(EvictionPolicy):
 
     Attributes:
         owners: the tenant of each slot that is leased or filled.
-        held, guaranteed, evicted: slots of each tenant; evicted ones since the last report.
+        held, guaranteed: slots of each tenant.
         asking, num_asked: the tenant of the next grant, and the slots of the current one.
     """
 
@@ -47,7 +52,6 @@ class TenantPolicy(EvictionPolicy):
         self._policies = [self._make()]
         self.owners = bytearray(num_slots)
         self.held, self.guaranteed = [0], [0]
-        self.evicted: Counter[int] = Counter()
         self.asking = self.num_asked = 0
 
     release, lease, hold, evict_first, forget = map(
@@ -102,7 +106,6 @@ class TenantPolicy(EvictionPolicy):
             if num_given:
                 evicted += self._policies[tenant].evict(num_given, now_s)
                 self.held[tenant] -= num_given
-                self.evicted[tenant] += num_given
         return evicted
 
     def take_age_s(self) -> float:
@@ -120,14 +123,21 @@ class TenantQuotas:
     Attributes:
         policy: of the pool.
         tenants: as they are now.
+        salts: for whom the blocks of the GPU were allocated.
     """
 
-    def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        hashes: Hashes,
+        make: MakePolicy,
+        boundary_group_ids: tuple[int, ...] = (),
+    ) -> None:
         self.policy = TenantPolicy(num_slots, hashes, make)
         # What follows is mutable, and changed here only.
         self.tenants = Tenants()
+        self.salts = BlockSalts(boundary_group_ids)
         self._num_slots = 0  # usable and not retired
-        self._pinned: set[int] = set()
         self._num_pinned = [0]
 
     def use(self, tenants: Tenants, now_s: float) -> None:
@@ -137,9 +147,14 @@ class TenantQuotas:
         self.policy.rename(numbers, len(known), now_s)
         self.tenants = tenants
 
-    def tenant_of(self, salt: str | None) -> int:
-        """Return the number of a salt's tenant."""
-        return self.tenants.number_of(salt)
+    def are_of_one(self, salts: Iterable[str | None]) -> bool:
+        """Return whether all of these salts are of one tenant."""
+        return len({self.tenants.number_of(salt) for salt in salts}) == 1
+
+    def marks_of(self, slots: Iterable[int]) -> list[int]:
+        """Return the marks of the slots' tenants, which objects of theirs carry in a tier."""
+        owners, marks = self.policy.owners, self.tenants.marks
+        return [marks[owners[slot]] for slot in slots]
 
     # ---- grants --------------------------------------------------------------------------------
 
@@ -171,15 +186,22 @@ class TenantQuotas:
         for slot in slots:
             self.policy.held[self.policy.owners[slot]] -= 1
 
-    def recount(self, taken: Iterable[int], num_slots: int) -> None:
+    def count_evicted(self, slots: Iterable[int], counters: Counters) -> None:
+        """Count what each tenant loses; the slots are still theirs."""
+        owners, labels = self.policy.owners, self.tenants.labels
+        for tenant, count in Counter(map(owners.__getitem__, slots)).items():
+            counters[of_tenant("evicted_blocks", labels[tenant])] += count
+
+    def recount(self, taken: Iterable[int], pinned: Iterable[int], num_slots: int) -> None:
         """Recompute what each tenant has, and its guarantee of `num_slots`.
 
         Args:
             taken: slots of any tenant.
+            pinned: those of them that are pinned.
         """
         self._num_slots = num_slots
         self.policy.held = self._count_by_tenant(taken)
-        self._num_pinned = self._count_by_tenant(self._pinned)
+        self._num_pinned = self._count_by_tenant(pinned)
         self.policy.guaranteed = [s * num_slots // WHOLE for s in self.tenants.shares]
 
     # ---- pins ----------------------------------------------------------------------------------
@@ -195,16 +217,13 @@ class TenantQuotas:
         return max(0, num_beyond - (self._num_slots - sum(guaranteed)))
 
     def pin(self, slots: Iterable[int]) -> None:
-        """See `SlotPool`."""
+        """See `SlotPool`; of slots that are not pinned."""
         for slot in slots:
-            if slot not in self._pinned:
-                self._pinned.add(slot)
-                self._num_pinned[self.policy.owners[slot]] += 1
+            self._num_pinned[self.policy.owners[slot]] += 1
 
     def unpin(self, slots: Iterable[int]) -> None:
-        """See `SlotPool`."""
-        for slot in self._pinned.intersection(slots):
-            self._pinned.discard(slot)
+        """See `SlotPool`; of slots that are pinned."""
+        for slot in slots:
             self._num_pinned[self.policy.owners[slot]] -= 1
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
@@ -219,8 +238,8 @@ class TenantQuotas:
         found = Counter(map(self.policy.owners.__getitem__, slots))
         return [found[tenant] for tenant in range(len(self.tenants.labels))]
 
-    def check_invariants(self, taken: Iterable[int]) -> None:
+    def check_invariants(self, taken: Iterable[int], pinned: Iterable[int]) -> None:
         """Raise an InvariantError unless the tenants have what was granted for them."""
-        is_right = self._count_by_tenant(self._pinned) == self._num_pinned
+        is_right = self._count_by_tenant(pinned) == self._num_pinned
         if self._count_by_tenant(taken) != self.policy.held or not is_right:
             raise InvariantError("I8", "the tenants do not have what was granted for them")

@@ -1,4 +1,4 @@
 """Optional features of the scheduler side: each a `feature.Feature` that knows no other.
 
-Imports cache, loads, node, scheduler, stores. Doors: `node.NodePool`, `events.Events`.
+Imports cache, loads, node, scheduler. Doors: `node.NodePool`, `events.Events`.
 """

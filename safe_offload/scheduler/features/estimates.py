@@ -25,7 +25,7 @@ class Estimates(Feature):
         self._hits = hits
         self.curve: Curve | None = None
 
-    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+    def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
         """What a request hits counts when it begins to run, if all of it may be stored."""
         request = state.request
         is_partial = state.limits.store_tokens is not None and not state.is_refused
@@ -46,7 +46,7 @@ class Estimates(Feature):
         align = geometry.alignment_tokens // geometry.hash_block_size
         return EndCurve(num_slots, per_hash, boundaries.needs, align)
 
-    def ended(self, state: RequestState) -> None:
+    def on_request_finished(self, state: RequestState) -> None:
         if state.is_estimated and self.curve:
             num_kept = state.num_kept_tokens // self._hits.geometry.hash_block_size
             self.curve.keep(state.request.block_hashes[:num_kept])

@@ -17,14 +17,10 @@ class Events(Feature):
     def __init__(self, events: KvEvents) -> None:
         self._events = events
 
-    def seen(self, state: RequestState, *, may_read: bool) -> None:
+    def on_new_request(self, state: RequestState) -> None:
         self._events.seen(state)
 
-    def preempted(self, state: RequestState) -> None:
-        """See `Feature`; blocks of it may be stored that nothing says are its own."""
-        self._events.learn(state)
-
-    def ended(self, state: RequestState) -> None:
+    def on_request_finished(self, state: RequestState) -> None:
         self._events.ended(state)
 
     def has_work(self) -> bool:

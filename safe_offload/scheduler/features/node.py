@@ -17,11 +17,10 @@ from safe_offload.scheduler.node.lots import NodeLots
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from safe_offload.protocol import PoolFacts, StepPlan, StepReport
+    from safe_offload.protocol import PoolFacts, StepReport
     from safe_offload.scheduler.cache.slots import SlotPool
     from safe_offload.scheduler.planner import Planner
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.tiers.private import PrivateBlocks
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -35,37 +34,31 @@ class NodePool(Feature):
     """Uses host slots of a pool that other engines use, too.
 
     Its state: the pools that the ranks have reported, whether it has read the table in this step,
-    the lost slots at the last question, when it next searches for dead engines, and since when
-    another process blocks its slots.
+    when it next searches for dead engines, and since when another process blocks its slots.
 
     Bound: an entry for each rank.
-
-    Args:
-        private: what only this engine may find; a feature before this.
     """
 
-    def __init__(self, planner: Planner, slots: SlotPool, private: PrivateBlocks) -> None:
+    def __init__(self, planner: Planner, slots: SlotPool) -> None:
         self._planner = planner
         self._counters, self._ranks = planner.counters, planner.ranks
         self._slots = slots
-        self._private = private
         self._lots: NodeLots | None = None  # until all ranks have reported the pool
         self._pools: dict[int, PoolFacts | None] = {}
         self._is_synced = False
-        self._num_lost = 0
         self._look_again_s = 0.0
         self._folder = ""
         self._num_damaged = 0
         self._stalled_since_s: float | None = None
         self._is_stalled = False  # and a warning was logged
 
-    def seen(self, state: RequestState, *, may_read: bool) -> None:
+    def on_new_request(self, state: RequestState) -> None:
         self._wake()
 
     def _wake(self) -> bool:
         return self._lots is None or self._lots.wake()
 
-    def answer(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
+    def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
         """See `Feature`.
 
         A request that arrives before the ranks have reported the pool waits: they report it in the
@@ -77,20 +70,11 @@ class NodePool(Feature):
             return Answer.NO_HIT
         if self._lots is not None:
             self._sync(self._lots)
-            self._num_lost = self._lots.num_lost
         return Answer.SEARCH
 
-    def is_lost(self) -> bool:
-        if self._lots is None:
-            return False
-        before, self._num_lost = self._num_lost, self._lots.num_lost
-        return before != self._num_lost
-
-    def planning(self, output: SchedulerOutput, now_s: float) -> None:
+    def on_step(self, output: SchedulerOutput, now_s: float) -> None:
         if self._lots is not None:
             self._step(self._lots, now_s)
-        if self._private.growing:
-            self._private.learn()
         self._is_synced = False
 
     def _step(self, lots: NodeLots, now_s: float) -> None:
@@ -105,9 +89,8 @@ class NodePool(Feature):
                 if num_dead := lots.table.bury(now_s):
                     logger.info("%d engines of the shared host cache have ended.", num_dead)
 
-    def planned(self, plan: StepPlan) -> StepPlan:
+    def on_step_planned(self) -> None:
         self._nap_if_idle()
-        return plan
 
     def _sync(self, lots: NodeLots) -> None:
         """Read the changes of other engines, once in a step for all its requests."""
@@ -152,13 +135,13 @@ class NodePool(Feature):
                 self._folder,
             )
 
-    def reported(self, report: StepReport) -> None:
+    def on_report(self, report: StepReport) -> None:
         for facts in report.host_facts:
             if facts.rank not in self._pools:
                 self._pools[facts.rank] = facts.pool
                 self._attach()
 
-    def updated(self) -> None:
+    def on_settled(self) -> None:
         self._nap_if_idle()
 
     def _attach(self) -> None:
@@ -183,9 +166,8 @@ class NodePool(Feature):
                 0, f"the shared host cache {pools[0].place[0]} cannot be used: {error}"
             )
             return
-        self._lots = NodeLots(self._slots, table, self._counters, self._private.hashes.__contains__)
+        self._lots = NodeLots(self._slots, table, self._counters)
         self._slots.use_source(self._lots)
-        self._slots.directory.tell_published(self._lots.publish)
         self._folder = folder
         logger.info(
             "This engine is number %d of %d that share the host cache %s, which has %d slots.",
@@ -207,10 +189,7 @@ class NodePool(Feature):
         if self._lots is not None and not is_busy:
             self._lots.table.nap()
 
-    def resetting(self) -> None:
-        self._wake()
-
-    def reset(self, cause: str | None) -> None:
+    def on_reset(self, cause: str | None) -> None:
         """See `Feature`; from now on nothing is shared with engines of the weights of before."""
         if self._lots is not None:
             logger.info(

@@ -1,30 +1,25 @@
-"""Tenants: for whom slots are granted, what each of them gets, and what metrics say of it."""
+"""Tenants: their shares of the host slots, as a file says, and their metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import TENANT_GAUGES, Count, of_tenant
-from safe_offload.protocol import ids_of
-from safe_offload.scheduler.feature import Feature
+from safe_offload.scheduler.feature import Answer, Feature
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from safe_offload.config.tenants import Tenants, TenantsFile
-    from safe_offload.observe.counters import Counters
-    from safe_offload.protocol import StepPlan
     from safe_offload.scheduler.cache.slots import SlotPool
     from safe_offload.scheduler.cache.tenants import TenantQuotas
     from safe_offload.scheduler.planner import Planner
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.stores.salts import BlockSalts
 
 LABELS_MAX = 256
-"""Labels that the file had and whose series stay; the oldest are no longer told."""
+"""Labels that the file had and whose series stay; the oldest end."""
 
 
 class TenantShares(Feature):
@@ -41,19 +36,17 @@ class TenantShares(Feature):
         planner: Planner,
         slots: SlotPool,
         quotas: TenantQuotas,
-        salts: BlockSalts,
         file: TenantsFile,
     ) -> None:
         self._planner = planner
         self._counters = planner.counters
-        self.slots, self.quotas, self.salts, self.file = slots, quotas, salts, file
+        self.slots, self.quotas, self.salts, self.file = slots, quotas, quotas.salts, file
         self._num_bad = 0
         self._labels: dict[str, None] = {}
         self._use(file.tenants)
         file.start()
 
     def _use(self, tenants: Tenants) -> None:
-        self.count_into(self._counters)  # by the labels of before
         self._planner.note_change()
         self.slots.use_tenants(tenants)
         for label in tenants.labels:  # they become the newest
@@ -62,10 +55,11 @@ class TenantShares(Feature):
         for label in list(self._labels)[:-LABELS_MAX]:
             del self._labels[label]
 
-    def asked(self, state: RequestState, num_computed_tokens: int) -> None:
+    def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
         state.num_asked = state.request.num_tokens - num_computed_tokens
+        return Answer.SEARCH
 
-    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+    def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
         num_asked, state.num_asked = state.num_asked, None
         if num_asked is not None:
             tenants = self.quotas.tenants
@@ -73,8 +67,11 @@ class TenantShares(Feature):
             self._counters[of_tenant("hit_tokens", label)] += num_tokens
             self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
 
-    def planning(self, output: SchedulerOutput, now_s: float) -> None:
+    def on_step(self, output: SchedulerOutput, now_s: float) -> None:
         """See `Feature`; the tenants change between two steps."""
+        if self.file.num_bad != self._num_bad:
+            self._counters[Count.BAD_TENANT_FILES] += self.file.num_bad - self._num_bad
+            self._num_bad = self.file.num_bad
         if self.file.tenants is not self.quotas.tenants:
             self._use(self.file.tenants)
         self.salts.begin_step()
@@ -85,26 +82,8 @@ class TenantShares(Feature):
             if table and state is not None:
                 self.salts.allocated(chain.from_iterable(table), state.request.cache_salt)
 
-    def planned(self, plan: StepPlan) -> StepPlan:
-        """See `Feature`; spills carry the marks of their tenants."""
+    def on_step_planned(self) -> None:
         self.salts.end_step()
-        if not plan.spills:
-            return plan
-        owners, marks = self.quotas.policy.owners, self.quotas.tenants.marks
-        spills = (
-            replace(spill, marks=ids_of(marks[owners[slot]] for slot in spill.slot_ids))
-            for spill in plan.spills
-        )
-        return replace(plan, spills=tuple(spills))
-
-    def count_into(self, counters: Counters) -> None:
-        labels, evicted = self.quotas.tenants.labels, self.quotas.policy.evicted
-        for number, count in evicted.items():
-            counters[of_tenant("evicted_blocks", labels[number])] += count
-        evicted.clear()
-        num_bad = self.file.num_bad
-        counters[Count.BAD_TENANT_FILES] += num_bad - self._num_bad
-        self._num_bad = num_bad
 
     def gauges(self) -> Mapping[str, float]:
         """See `Feature`; labels that the file had stay, at 0."""

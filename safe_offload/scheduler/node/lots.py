@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from itertools import chain, filterfalse, islice
 from typing import TYPE_CHECKING
 
@@ -41,31 +41,21 @@ class NodeLots:
 
     Bound: an entry for each slot.
 
-    Args:
-        is_private: whether a hash does not say all that a block was computed from; then no other
-            engine finds the block.
-
     Attributes:
         generation: of what this engine stores and finds; 0 if there has been no reset.
-        secret: of what no other engine may find.
+        secret: of what no other engine may find, see `Directory.private`.
         num_lost: slots that were overwritten by another before they could be leased.
         is_behind: changes of other engines are left for the next `sync`.
         parked: own slots that guests read, or that are bad. Read only.
     """
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        table: Table,
-        counters: Counters,
-        is_private: Callable[[bytes], bool] = lambda block_hash: False,
-    ) -> None:
+    def __init__(self, pool: SlotPool, table: Table, counters: Counters) -> None:
         self._pool = pool
         self._directory = pool.directory
+        self._directory.tell_published(self.publish)
         self.table = table
         self.num_slots: int = table.num_slots
         self._counters = counters
-        self._is_private = is_private
         # What follows is mutable, and changed here only.
         self.is_behind = False
         self.num_lost = 0
@@ -333,7 +323,8 @@ class NodeLots:
             array = _array([slot for slot, _ in stored])
             hashes = [block_hash for _, block_hash in stored]
             groups = [directory.group_of(slot) for slot, _ in stored]
-            generations = [self.secret if self._is_private(h) else self.generation for h in hashes]
+            private = directory.private
+            generations = [self.secret if h in private else self.generation for h in hashes]
             self.table.publish(array, groups, hashes, generations)
             self._seen[array] = self.table.words[array]
 

@@ -100,10 +100,9 @@ class EagerStores(StorePolicy):
         """See `StorePolicy`; of a prompt nothing is stored if that would cost better hits."""
         super().run(state)
         group_idx = self._hits.full_group
-        limits = state.limits
         if not self._may_refuse or group_idx is None or state.eager is not None:
             return
-        if limits.store_tokens is not None or limits.pin_s:
+        if state.limits.store_tokens is not None or state.is_retained:
             return
         hashes = state.request.block_hashes
         found = self._directory.find_run(group_idx, hashes)

@@ -149,9 +149,9 @@ class LazyStores(StorePolicy):
             seen.add(block.block_id)
         return uncomputed
 
-    def store_now(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        if state.phase is Phase.RUNNING:
+    def finish(self, state: RequestState) -> None:
+        """See `StorePolicy`; what is retained is stored before vLLM is about to evict it."""
+        if state.is_retained and state.phase is Phase.RUNNING:
             if (events := self._hits.directory.events) is not None:
                 events.learn(state)
             for group_idx in self._geometry.group_ids:

@@ -101,9 +101,6 @@ class StorePolicy:
     def finish(self, state: RequestState) -> None:
         """A request is about to end; it still has its blocks and its phase."""
 
-    def store_now(self, state: RequestState) -> None:
-        """A request is about to end, and is pinned then: do not wait with what it has computed."""
-
     def end(self, state: RequestState) -> None:
         """A request has ended."""
         if self.extras is not None:

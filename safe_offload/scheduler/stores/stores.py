@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.loads.hits import HostHits
-    from safe_offload.scheduler.stores.salts import BlockSalts
 
 
 class Stores:
@@ -41,7 +40,6 @@ class Stores:
     Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
 
     Args:
-        salts: whose blocks are of no known request, where there are tenants.
         num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
             would grow without end.
     """
@@ -53,11 +51,10 @@ class Stores:
         ledger: Ledger[Store],
         num_blocks_max: int,
         counters: Counters,
-        salts: BlockSalts | None = None,
     ) -> None:
         self._hits = hits
         self._leases = leases
-        self._salts = salts
+        self._quotas = hits.slots.quotas
         self.num_blocks_max = num_blocks_max
         self._counters = counters
         self._exposed: list[Part] = []
@@ -94,11 +91,13 @@ class Stores:
         salt = None
         if owner is not None:
             salt = owner.request.cache_salt
-        elif self._salts is not None:
-            parts = list(self._salts.split(blocks))
-            if len(parts) > 1:
-                return sum(self.add(part, None, is_intact=is_intact) for part, _ in parts)
-            salt = parts[0][1]
+        elif self._quotas is not None:
+            block_ids = [block.block_id for block in blocks.blocks]
+            runs = self._quotas.salts.runs(blocks.group_idx, block_ids)
+            if len(runs) > 1:
+                parts = [blocks.part(run) for run, _ in runs]
+                return sum(self.add(part, None, is_intact=is_intact) for part in parts)
+            salt = runs[0][1]
         num_wanted = min(num_found, self.num_blocks_max - self.num_blocks)
         if num_wanted < num_found:
             self._counters[Count.SKIPPED_STORES] += 1
@@ -120,7 +119,9 @@ class Stores:
         count = len(blocks.blocks)
         if count > self.num_blocks_max - self.num_blocks or len(set(blocks.hashes)) < count:
             return False
-        if self._salts is not None and not self._salts.are_of_one(owners):
+        if self._quotas is not None and not self._quotas.are_of_one(
+            owner.request.cache_salt for owner, _ in owners
+        ):
             return False  # what several tenants store goes request by request
         lease = self._leases.grant(LeaseKind.STORE, count, owners[0][0].request.cache_salt)
         if lease is None or len(lease.slots) < count:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.context import TierContext
     from safe_offload.scheduler.tiers.fetches import Fetches
-    from safe_offload.scheduler.tiers.private import PrivateBlocks
     from safe_offload.scheduler.tiers.probes import PendingProbe, Probes
 
 
@@ -165,7 +164,6 @@ class LookUps:
         self,
         context: TierContext,
         costs: TierCosts,
-        private: PrivateBlocks,
         probes: Probes,
         fetches: Fetches,
     ) -> None:
@@ -174,7 +172,6 @@ class LookUps:
         self._counters = context.counters
         self._wait_max_s = max(config.wait_s for config in context.configs)
         self._costs = costs
-        self._private = private
         self._probes = probes
         self._fetches = fetches
         self._book = context.book
@@ -226,7 +223,7 @@ class LookUps:
         self, user: RequestState, num_computed_tokens: int, end_max: int
     ) -> tuple[list[list[bytes]], bool]:
         """Return, by group, hashes that the host lacks; and whether it fetches others just now."""
-        hits, private = self._hits, self._private.hashes
+        hits, private = self._hits, self._hits.directory.private
         wanted: list[list[bytes]] = [[] for _ in hits.geometry.group_block_sizes]
         is_fetched = False
         if num_computed_tokens >= end_max:

@@ -17,7 +17,7 @@ would evict others' objects, or be refused again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
@@ -57,15 +57,12 @@ class Spills:
 
     Bound: an entry for each slot.
 
-    Args:
-        private: hashes of blocks that are never spilled.
-
     Attributes:
         looks: in each plan it is looked at what is evicted next, or has been hit.
         retries: read only outside.
     """
 
-    def __init__(self, context: TierContext, private: Set[bytes]) -> None:
+    def __init__(self, context: TierContext) -> None:
         configs, slots = context.configs, context.hits.slots
         self._slots = slots
         self._directory = context.hits.directory
@@ -80,7 +77,6 @@ class Spills:
         self._loads, self._geometry = context.loads, context.hits.geometry
         # The nearest tier that keeps what comes from those farther away; the last one if none does.
         self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
-        self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
         self.retries = Retries()
         self._epoch, self._now_s, self._moved_s = 0, 0.0, 0.0
@@ -196,7 +192,7 @@ class Spills:
         found: list[Write] = []
         for entry in waiting:
             slot, group_idx, block_hash = entry[:3]
-            if block_hash in self._private:
+            if block_hash in self._directory.private:
                 continue
             if find(group_idx, block_hash) == slot:
                 found.append(entry)
@@ -222,11 +218,18 @@ class Spills:
         known = bytes(origins) if any(origins) else b""
         wanted = bytes(targets) if any(failures) else b""
         keys = Keys(bytes(group_ids), hashes)
+        quotas = self._slots.quotas
         return Spill(
             transfer_id=transfer_id,
             ranks_left=ranks,
             message=TierTransfer(
-                transfer_id, keys, ids_of(slots), generation, known, targets=wanted
+                transfer_id,
+                keys,
+                ids_of(slots),
+                generation,
+                known,
+                targets=wanted,
+                marks=ids_of(quotas.marks_of(slots)) if quotas is not None else (),
             ),
             lease=lease,
             missing=set(),

@@ -13,10 +13,9 @@ from vllm.v1.request import Request
 
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
+from safe_offload.protocol import StepReport
+from safe_offload.scheduler.features.private_blocks import PrivateBlocks
 from safe_offload.scheduler.requests import RequestState
-from safe_offload.scheduler.tiers.private import PrivateBlocks
-from safe_offload.scheduler.tiers.tiers import Tiers
-from tests.scheduler.features import feature_of
 from tests.scheduler.tiers.test_tiers import BLOCK_TOKENS, WIDE, make_tiers
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.words import Sequel
@@ -163,7 +162,7 @@ def test_nothing_of_it_is_spilled_late(make_tiers, shape, groups):
     with mock.patch.object(TierRig, "forget_gpu_cache"):
         for number in range(3):
             serve(rig, f"private {number}", {"lora_request": LoRARequest(f"{number}", 1, "/a")})
-    private = set(feature_of(rig.planner, Tiers).private.hashes)
+    private = set(rig.planner.hits.directory.private)
     for number in range(6):
         rig.run_alone(f"filler {number}", rig.prompt(NUM_TOKENS, 50 + number))
     stored = {place[3] for place in rig.tier.objects}
@@ -177,15 +176,15 @@ def test_nothing_of_it_is_spilled_late(make_tiers, shape, groups):
 )
 def test_hashes_that_nobody_has_any_more_are_forgotten(make_tiers, monkeypatch, shape):
     """And none that the GPU or the host still has: none of it is ever spilled."""
-    monkeypatch.setattr("safe_offload.scheduler.tiers.private.SWEEP_MIN", 16)
+    monkeypatch.setattr("safe_offload.scheduler.features.private_blocks.SWEEP_MIN", 16)
     rig = make_tiers(num_blocks=40, num_slots=45, **shape)
-    private: PrivateBlocks = feature_of(rig.planner, Tiers).private
+    private = rig.planner.hits.directory.private
     sizes = []
     with mock.patch.object(TierRig, "forget_gpu_cache"):
         for number in range(40):
             adapter = LoRARequest(f"{number}", 1, "/adapters/a")
             serve(rig, f"{number}", {"lora_request": adapter}, f"{number}")
-            sizes.append(len(private.hashes))
+            sizes.append(len(private))
     assert max(sizes) <= 2 * (45 + 40) + 16
     assert not rig.tier.objects
 
@@ -209,11 +208,11 @@ def test_what_is_hashed_until_a_request_ends_is_known(make_tiers):
     request = Request("a", [1] * 9, SamplingParams(max_tokens=4), None, block_hasher=rig._hasher)
     request.lora_request = LoRARequest("a", 1, "/adapters/a")
     state = RequestState(request)
-    private.seen(state, may_read=True)
+    private.on_new_request(state)
     request.append_output_token_ids([1, 2, 3])
-    private.ended(state)
-    assert private.hashes == set(request.block_hashes)
-    assert len(private.hashes) == 3
+    private.on_request_finished(state)
+    assert rig.planner.hits.directory.private == set(request.block_hashes)
+    assert len(rig.planner.hits.directory.private) == 3
 
 
 def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
@@ -224,11 +223,11 @@ def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
     )
     params = SamplingParams(max_tokens=4)
     request = Request("a", [1] * 8, params, None, block_hasher=rig._hasher, resumable=True)
-    private.seen(RequestState(request), may_read=True)
-    private.learn()
-    assert not private.hashes
+    private.on_new_request(RequestState(request))
+    private.on_report(StepReport())
+    assert not rig.planner.hits.directory.private
     where = PlaceholderRange(offset=9, length=2)
     request.mm_features = [MultiModalFeatureSpec(None, "image", "logo", where)]
     request.append_output_token_ids([2] * 8)
-    private.learn()
-    assert private.hashes == set(request.block_hashes[2:])
+    private.on_report(StepReport())
+    assert rig.planner.hits.directory.private == set(request.block_hashes[2:])

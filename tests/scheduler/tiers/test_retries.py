@@ -15,9 +15,8 @@ from safe_offload.protocol import ALL_TIERS, FailureReason, StepReport
 from safe_offload.scheduler.pending import Write
 from safe_offload.scheduler.tiers.retries import PAUSES_S, Retries
 from safe_offload.scheduler.tiers.spills import AWAKE_S
-from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
-from tests.scheduler.features import feature_of
+from tests.scheduler.features import tiers_of
 from tests.scheduler.tiers.tier_rig import WAIT_S, StandInTier, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
 
@@ -52,7 +51,7 @@ def tries(rig: TierRig) -> Counter[bytes]:
 def settle(rig: TierRig) -> None:
     """Let all pauses pass."""
     rig.drain()
-    retries = feature_of(rig.planner, Tiers).spills.retries
+    retries = tiers_of(rig.planner).spills.retries
     for number in range(200):
         if not len(retries):
             break

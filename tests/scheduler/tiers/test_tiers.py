@@ -22,7 +22,7 @@ from safe_offload.scheduler.loads.cost import KEPT_SAMPLES
 from safe_offload.scheduler.tiers.lookups import LookUp
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
-from tests.scheduler.features import feature_of
+from tests.scheduler.features import tiers_of
 from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
@@ -279,7 +279,7 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     bring_to(rig, moment)
     before = rig.counts["fetched_blocks"]
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.statistics().lookups == 0
+    assert tiers_of(rig.planner).lookups.num_active == 0
     if moment == "landed":
         assert rig.planner.gauges()["leased_slots"] == 0
     rig.finish()
@@ -302,11 +302,11 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
-    generation = feature_of(rig.planner, Tiers).generation.name
+    generation = tiers_of(rig.planner).generation.name
     assert len(generation) >= 32, "128 bits"
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert feature_of(rig.planner, Tiers).generation.name == generation, (
+    assert tiers_of(rig.planner).generation.name == generation, (
         "a model_version is for this generation too"
     )
     told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
@@ -321,10 +321,10 @@ def test_new_weights_in_a_running_engine_have_a_generation_whatever_the_model_ve
     rig = make_warm(make_tiers, tiers=VERSIONED)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
-    generation = feature_of(rig.planner, Tiers).generation.name
+    generation = tiers_of(rig.planner).generation.name
     assert generation
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert feature_of(rig.planner, Tiers).generation.name == generation, (
+    assert tiers_of(rig.planner).generation.name == generation, (
         "which the operator vouches for from then on"
     )
     rig.check_idle()
@@ -618,9 +618,12 @@ def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
 
 @pytest.mark.parametrize(
     "method",
-    ["seen", "answer", "matched", "messages", "settled", "note", "sent", "ended", "scheduled"],
+    [
+        *("add_request", "waits", "matched", "plan", "settle", "record", "sent", "end_request"),
+        "scheduled",
+    ],
 )
-def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
+def test_an_error_in_any_call_is_contained(make_tiers, monkeypatch, method):
     call, calls, is_warm = getattr(Tiers, method), [], []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -717,7 +720,7 @@ def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
     if fetch_s is not None:
         for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
             for _ in range(KEPT_SAMPLES):
-                feature_of(rig.planner, Tiers).costs.add_fetch(1, num_slots, fetch_s)
+                tiers_of(rig.planner).costs.add_fetch(1, num_slots, fetch_s)
     rig.tier.held = {"fetch"}
     return rig
 
@@ -731,7 +734,7 @@ def stages_of(rig: TierRig) -> dict[int, list[Any]]:
     """The fetches that plans have named, by the token up to which a request can go without."""
     stages: dict[int, list[Any]] = {}
     for message in rig.fetches:
-        fetch = feature_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
+        fetch = tiers_of(rig.planner).fetches.ledger.get(message.transfer_id)
         assert fetch is not None
         stages.setdefault(fetch.first_token, []).append(message)
     return stages
@@ -767,8 +770,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
     fetches = [
-        feature_of(rig.planner, Tiers).fetches.ledger.get(message.transfer_id)
-        for message in rig.fetches
+        tiers_of(rig.planner).fetches.ledger.get(message.transfer_id) for message in rig.fetches
     ]
     assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
     *stages, _ = stages_of(rig).values()
@@ -782,7 +784,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
 def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001)
     for _ in range(8):
-        feature_of(rig.planner, Tiers).costs.add_fetch(1, NUM_BLOCKS, 10.0)
+        tiers_of(rig.planner).costs.add_fetch(1, NUM_BLOCKS, 10.0)
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert not rig.probes, "at best it would not pay"
     rig.check_idle()

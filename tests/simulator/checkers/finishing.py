@@ -36,4 +36,6 @@ class FinishChecker:
 
     def _state(self) -> dict[str, int]:
         planner = self._core.connector.side
-        return {**planner.gauges(), **dataclasses.asdict(planner.statistics())}
+        lookups = planner.tiers.lookups.num_active if planner.tiers is not None else 0
+        state = {**planner.gauges(), **dataclasses.asdict(planner.statistics())}
+        return {**state, "lookups": lookups}

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from safe_offload.scheduler.tiers.tiers import Tiers
-from tests.scheduler.features import feature_of
+from tests.scheduler.features import tiers_of
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
@@ -80,9 +79,7 @@ class ReferenceChecker:
             ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
             "fetches and spills": len(list(self._ledger.open_tier_transfers())),
-            "spills that no plan names": bool(
-                core.stores and feature_of(planner, Tiers).spills.is_waiting
-            ),
+            "spills that no plan names": bool(core.stores and tiers_of(planner).spills.is_waiting),
             # A probe touches no slot, and goes on to its deadline when no request waits for it.
             "operations of tiers": sum(
                 operation.task is not Task.PROBE

@@ -159,7 +159,7 @@ class WaitChecker:
     def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
         name = waiter.request.request_id
         side = self._core.connector.side
-        waiter.may_be_for_tiers = bool(self._core.stores and side.statistics().lookups)
+        waiter.may_be_for_tiers = bool(self._core.stores and side.tiers.lookups.num_active)
         is_too_long = waiter.waited_s > self._wait_max_s
         if is_too_long and not self._core.stores:
             raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for loads of others")

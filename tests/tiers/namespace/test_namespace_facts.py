@@ -292,7 +292,7 @@ def test_nobody_can_vouch_for_files_that_changed_while_the_engine_started(config
 
 
 def test_scales_that_follow_from_requests_are_a_doubt_and_adapters_are_none(config):
-    """What is computed with an adapter stays out of tiers (scheduler/tiers/private.py)."""
+    """What is computed with an adapter stays out of tiers (features/private_blocks.py)."""
     config.lora_config = SimpleNamespace()
     assert not known(config).doubts
     object.__setattr__(config.cache_config, "calculate_kv_scales", True)

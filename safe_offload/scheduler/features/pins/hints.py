@@ -13,10 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.observe.counters import Count, Counters, is_milestone
+from safe_offload.scheduler.feature import Feature
 from safe_offload.scheduler.limits import MAX_PIN_S, Limits, is_pin_time
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from safe_offload.scheduler.requests import RequestState
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -32,16 +35,16 @@ KNOWN = (
 )
 
 
-class Hints:
-    """Reads hints. Its state: a number for the log."""
+class Hints(Feature):
+    """Adds what its hints ask for to what a request asks for. Its state: a number for the log."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._num_with_problems = 0
 
-    def read(self, request: Request, limits: Limits) -> Limits:
-        """Add to what a request asks for what its hints do; never raises."""
-        limits, problems = with_hints(request, limits, self._counters)
+    def on_new_request(self, state: RequestState) -> None:
+        limits, problems = with_hints(state.request, state.limits, self._counters)
+        state.limit(limits)
         if problems:
             self._num_with_problems += 1
             if is_milestone(self._num_with_problems):
@@ -52,7 +55,6 @@ class Hints:
                     " and ".join(dict.fromkeys(problems)),
                     KNOWN,
                 )
-        return limits
 
 
 def with_hints(request: Request, limits: Limits, counters: Counters) -> tuple[Limits, list[str]]:
@@ -63,8 +65,6 @@ def with_hints(request: Request, limits: Limits, counters: Counters) -> tuple[Li
         never a value: a client may have put its prompt there.
     """
     problems: list[str] = []
-    if limits.leaves_nothing:
-        return limits, problems
     for envelope in _envelopes(request):
         actions = _field(envelope, "actions")
         if problem := _problem_of_envelope(envelope, actions):

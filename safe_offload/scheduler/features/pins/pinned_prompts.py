@@ -1,4 +1,4 @@
-"""What requests ask for beside their tokens: to be pinned."""
+"""Pins the prompts of requests that ask for it, when they end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 
 
 class PinnedPrompts(Feature):
-    """Its state: the pins, and whether anything is still stored."""
+    """Its state: the pins."""
 
     def __init__(self, planner: Planner, tiered_hits: TieredHits, pin_share: float) -> None:
         self._planner = planner
@@ -34,21 +34,17 @@ class PinnedPrompts(Feature):
         self._tiered_hits = tiered_hits
         self._nowhere: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         self.pins = Pins(self._hits.slots, planner.leases, pin_share)
-        self._is_stopped = False
 
     # ---- a request -----------------------------------------------------------------------------
 
-    def seen(self, state: RequestState, *, may_read: bool) -> None:
+    def on_new_request(self, state: RequestState) -> None:
+        if state.limits.pin_s:
+            state.retain()
         if not state.request.skip_reading_prefix_cache:
             self.pins.use(state, state.request.block_hashes)
 
-    def finishing(self, state: RequestState) -> None:
-        """See `Feature`; what is to be pinned is stored at once."""
-        if state.limits.pin_s and not (self._is_stopped or state in self._planner.outdated):
-            self._planner.policy.store_now(state)
-
-    def ended(self, state: RequestState) -> None:
-        """See `Feature`; pin it, if that is wished."""
+    def on_request_finished(self, state: RequestState) -> None:
+        """See `Feature`; pin it, or unpin it, if it asks for that."""
         request, limits = state.request, state.limits
         self.pins.end(state)
         if limits.pin_s is not None:
@@ -66,7 +62,7 @@ class PinnedPrompts(Feature):
         geometry, hashes = self._hits.geometry, request.block_hashes
         prompt_end = request.num_prompt_tokens - 1  # the last token is always computed
         num_wanted = prompt_end - prompt_end % geometry.alignment_tokens
-        if self._is_stopped or not num_wanted:
+        if self._planner.is_disabled or not num_wanted:
             return num_wanted, 0
 
         def find(end: int) -> Any:
@@ -100,30 +96,20 @@ class PinnedPrompts(Feature):
             params.pop(PIN_KEY)
             state.respond({"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned})
 
-    def planning(self, output: SchedulerOutput, now_s: float) -> None:
+    def on_step(self, output: SchedulerOutput, now_s: float) -> None:
         self.pins.set_time(now_s)
 
     # ---- what goes wrong -----------------------------------------------------------------------
 
-    def reset(self, cause: str | None) -> None:
+    def on_reset(self, cause: str | None) -> None:
         """See `Feature`; all pins end."""
         self.pins.reset()
 
-    def stopped(self) -> None:
-        self._is_stopped = True
-
-    def given_up(self) -> None:
-        self._is_stopped = True
+    def on_disabled(self) -> None:
         self.pins.reset()
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Feature`; what is pinned does not count as leased."""
-        num_pinned = self.pins.num_slots
-        return {
-            "leased_slots": self._hits.slots.num_leased - num_pinned,
-            "pinned_slots": num_pinned,
-            "pins": len(self.pins),
-        }
+        return {"pinned_slots": self.pins.num_slots, "pins": len(self.pins)}
 
     def check_invariants(self) -> None:
         self.pins.check_invariants()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from safe_offload.scheduler.blocks import BlockSet
-    from safe_offload.scheduler.requests import RequestState
 
 
 class BlockSalts:
@@ -20,15 +15,11 @@ class BlockSalts:
     Bound: an entry for each block of the GPU.
 
     Args:
-        number_of: which tenant a salt is of.
         boundary_group_ids: groups of which what is stored in a step was computed for those for whom
             it is allocated in this step.
     """
 
-    def __init__(
-        self, number_of: Callable[[str | None], int], boundary_group_ids: tuple[int, ...]
-    ) -> None:
-        self._number_of = number_of
+    def __init__(self, boundary_group_ids: tuple[int, ...]) -> None:
         self._boundary_group_ids = boundary_group_ids
         self._salts: dict[int, str | None] = {}
         self._new_salts: dict[int, str | None] = {}
@@ -45,17 +36,14 @@ class BlockSalts:
         """The step is planned."""
         self._salts.update(self._new_salts)
 
-    def split(self, blocks: BlockSet) -> Iterator[tuple[BlockSet, str | None]]:
-        """Yield runs of blocks that were allocated for one salt, with it."""
+    def runs(self, group_idx: int, block_ids: Sequence[int]) -> list[tuple[range, str | None]]:
+        """Return runs of blocks that were allocated for one salt, by place, with that salt."""
         salts: Mapping[int, str | None] = self._salts
-        if blocks.group_idx in self._boundary_group_ids:
+        if group_idx in self._boundary_group_ids:
             salts = ChainMap(self._new_salts, self._salts)
-        start = 0
-        for salt, run in groupby(salts.get(block.block_id) for block in blocks.blocks):
+        runs, start = [], 0
+        for salt, run in groupby(map(salts.get, block_ids)):
             end = start + len(list(run))
-            yield blocks.part(range(start, end)), salt
+            runs.append((range(start, end), salt))
             start = end
-
-    def are_of_one(self, owners: list[tuple[RequestState, int]]) -> bool:
-        """Return whether requests are of one tenant."""
-        return len({self._number_of(owner.request.cache_salt) for owner, _ in owners}) == 1
+        return runs

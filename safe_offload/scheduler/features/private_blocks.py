@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from safe_offload.compat.media_ids import tells_content
-from safe_offload.scheduler.feature import Feature
+from safe_offload.scheduler.feature import Answer, Feature
 from safe_offload.scheduler.requests import RequestQueue
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from safe_offload.protocol import StepReport
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestBook, RequestState
@@ -26,7 +27,7 @@ SWEEP_MIN = 1 << 16
 
 
 class PrivateBlocks(Feature):
-    """The hashes of such blocks, for as long as the GPU or the host may have them.
+    """Keeps `Directory.private`: such hashes, for as long as the GPU or the host may have them.
 
     Its state, which nothing else changes: those below, and at how many hashes it is time to sweep.
 
@@ -37,9 +38,8 @@ class PrivateBlocks(Feature):
         vouches_for_adapters: the operator does, with `model_version`.
 
     Attributes:
-        hashes: read only outside.
-        growing: likewise; the requests with some (`RequestState.private`) that may have others by
-            now: sessions, and who has run.
+        growing: read only outside; the requests with some (`RequestState.private`) that may have
+            others by now: sessions, and who has run.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class PrivateBlocks(Feature):
         self._gpu = gpu
         self._tells_media_ids = tells_media_ids
         self._vouches_for_adapters = vouches_for_adapters
-        self.hashes: set[bytes] = set()
+        self._hashes = hits.directory.private
         self.growing = RequestQueue()
         self._sweep_at = SWEEP_MIN
 
     def __repr__(self) -> str:
-        return f"PrivateBlocks({len(self.hashes)} hashes)"
+        return f"PrivateBlocks({len(self._hashes)} hashes)"
 
-    def seen(self, state: RequestState, *, may_read: bool) -> None:
+    def on_new_request(self, state: RequestState) -> None:
         request = state.request
         first = self._first(request)
         if first is not None or request.resumable:
@@ -72,7 +72,7 @@ class PrivateBlocks(Feature):
             if request.resumable:
                 self.growing.add(state)
 
-    def scheduled(self, state: RequestState, num_tokens: int) -> None:
+    def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
         if state.private is not None:
             self.growing.add(state)
 
@@ -87,18 +87,24 @@ class PrivateBlocks(Feature):
                 return int(feature.mm_position.offset) // self._hits.geometry.hash_block_size
         return None
 
-    def learn(self) -> None:
-        """A step is planned, in which any block that is hashed by now may be stored."""
+    def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
+        """See `Feature`; tiers may be asked for any of its blocks."""
+        if state.private is not None:
+            self._note(state)
+        return Answer.SEARCH
+
+    def on_report(self, report: StepReport) -> None:
+        """See `Feature`; what was stored may be found and spilled from now on."""
         for state in self.growing:
             self._note(state)
-        if len(self.hashes) > self._sweep_at:
-            self._sweep()
 
-    def ended(self, state: RequestState) -> None:
+    def on_request_finished(self, state: RequestState) -> None:
         """See `Feature`; others may still find what the request has computed."""
         if state.private is not None:
             self._note(state)
             state.private = None
+            if len(self._hashes) > self._sweep_at:
+                self._sweep()
 
     def _note(self, state: RequestState) -> None:
         request, first = state.request, state.private
@@ -106,7 +112,7 @@ class PrivateBlocks(Feature):
         if request.resumable:  # with media that it had not, and hashes that are others by now
             first = self._first(request)
         if first is not None and first < len(hashes):
-            self.hashes.update(hashes[first:])
+            self._hashes.update(hashes[first:])
             state.private = len(hashes)
 
     def _sweep(self) -> None:
@@ -114,5 +120,5 @@ class PrivateBlocks(Feature):
         kept = self._gpu.cached_hashes().union(*self._hits.directory.tables)
         of_live = (s.request.block_hashes for s in self._book if s.private is not None)
         kept.update(*of_live)
-        self.hashes &= kept
-        self._sweep_at = max(SWEEP_MIN, 2 * len(self.hashes))
+        self._hashes.intersection_update(kept)
+        self._sweep_at = max(SWEEP_MIN, 2 * len(self._hashes))
