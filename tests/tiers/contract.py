@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.store import Store
 
 FACTS: dict[str, object] = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)
@@ -117,6 +119,10 @@ class TierContract:
         """Delete an object, whether it is there or not."""
         raise NotImplementedError
 
+    def place(self, make_tier: Any) -> Store:
+        """The place of these tiers, as an operator opens it."""
+        raise NotImplementedError
+
     # ---- tiers that are closed in the end ------------------------------------------------------
 
     @pytest.fixture
@@ -190,6 +196,21 @@ class TierContract:
     async def test_what_is_there_is_not_written_again(self, make):
         await spill_one(make(), name_of(1), filled((512,), 1))
         assert await spill_one(make(), name_of(1), filled((512,), 2)) is Result.PRESENT
+
+    async def test_a_namespace_is_described_and_again_once_it_is_forgotten(
+        self, make_tier, tier, monkeypatch
+    ):
+        monkeypatch.setattr(naming, "NAMESPACES_MAX", 1)
+        place = self.place(make_tier)
+        key = place.description_key(SPACE.hex())
+        other = name_of(1, space=bytes(16))
+        for names in ([name_of(1)], [other, name_of(2)]):
+            for name in names:
+                assert await spill_one(tier, name, filled((512,))) is Result.DONE
+            described = await place.read(key, 0, naming.DESCRIPTION_BYTES_MAX)
+            assert described == naming.description(SPACE, FACTS)
+            await place.delete([key])
+        await place.close()
 
     # ---- at the same time ---------------------------------------------------------------------
 

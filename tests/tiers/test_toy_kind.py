@@ -40,6 +40,9 @@ class TestToy(TierContract):
     def delete(self, make_tier: Any, name: Name) -> None:
         PLACES[URL].pop(self.key_of(name), None)
 
+    def place(self, make_tier: Any) -> Store:
+        return MemoryStore(TierConfig.at(URL))
+
     def key_of(self, name: Name) -> str:
         return Store.key_of(MemoryStore(TierConfig.at(URL)), name)
 

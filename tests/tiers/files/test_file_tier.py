@@ -9,6 +9,8 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
+from safe_offload.tiers.choice import open_store
+from safe_offload.tiers.store import Store
 from tests.tiers.contract import TierContract, tier_at
 from tests.tiers.files.paths import path_in
 
@@ -29,6 +31,9 @@ class FilesContract(TierContract):
 
     def delete(self, make_tier: Any, name: Name) -> None:
         path_in(self.root, name).unlink(missing_ok=True)
+
+    def place(self, make_tier: Any) -> Store:
+        return open_store(TierConfig.at(f"file://{self.root}"))
 
 
 class TestOnDisk(FilesContract):

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from safe_offload.tiers.base import Name
+from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
+from safe_offload.tiers.store import Store
 from tests.mooncake_server import mooncake_tier
 from tests.tiers.contract import TierContract
 
@@ -21,7 +23,7 @@ class TestOnMaster(TierContract):
 
     @pytest.fixture
     def make_tier(self, config, anyone):
-        self.anyone = anyone
+        self.anyone, self.config = anyone, config
         return lambda: mooncake_tier(config, {"model": "a", "rank": 0})
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
@@ -33,6 +35,9 @@ class TestOnMaster(TierContract):
 
     def delete(self, make_tier: Any, name: Name) -> None:
         self.anyone.remove(key_of(name).decode(), True)
+
+    def place(self, make_tier: Any) -> Store:
+        return open_store(self.config)
 
     @pytest.mark.parametrize("cut", [1, 100, 4095, 4096, 4097, 8191])
     async def test_a_truncated_object_is_corrupt(self, make_tier, tier, cut):

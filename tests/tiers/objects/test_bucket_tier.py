@@ -15,6 +15,8 @@ from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import DESCRIPTION_FILE, description, namespace_folder, path_of
 from safe_offload.tiers.objects.bucket import open_store
+from safe_offload.tiers.objects.bucket_store import BucketStore
+from safe_offload.tiers.store import Store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
     FACTS,
@@ -67,8 +69,11 @@ class TestOnServer(TierContract):
 
     @pytest.fixture
     def make_tier(self, config):
-        self.bucket = open_store(config)
+        self.bucket, self.config = open_store(config), config
         return lambda: tier_at(config)
+
+    def place(self, make_tier: Any) -> Store:
+        return BucketStore(self.config)
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         return bytes(self.bucket.get(path_in(name)).bytes())
@@ -139,19 +144,6 @@ async def test_a_namespace_is_described_once(config):
     await spill_one(tier, name_of(2), filled((4096,)))
     with pytest.raises(FileNotFoundError):
         store.head(path)
-
-
-async def test_of_more_namespaces_than_are_remembered_the_first_is_described_again(
-    config, monkeypatch
-):
-    monkeypatch.setattr(naming, "NAMESPACES_MAX", 1)
-    tier, store = tier_at(config), open_store(config)
-    path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
-    await spill_one(tier, name_of(1), filled((4096,)))
-    store.delete(path)
-    await spill_one(tier, replace(name_of(1), namespace=bytes(16)), filled((4096,)))
-    await spill_one(tier, name_of(2), filled((4096,)))
-    assert bytes(store.get(path).bytes()) == description(SPACE, FACTS)
 
 
 async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(server, config):

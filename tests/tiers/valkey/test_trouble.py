@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,19 +264,6 @@ async def test_a_namespace_is_described_and_without_a_time_all_stays(server, mak
     with server.client() as client:
         assert naming.facts_of(client.get(description_key(SPACE))) == FACTS
         assert client.pttl(key_of(name_of(1))) == client.pttl(description_key(SPACE)) == -1
-
-
-async def test_of_more_namespaces_than_are_remembered_the_first_is_described_again(
-    server, make, monkeypatch
-):
-    monkeypatch.setattr(naming, "NAMESPACES_MAX", 1)
-    tier = make(f"redis://{server.host_port}")
-    await spill_one(tier, name_of(1), filled((512,)))
-    with server.client() as client:
-        client.delete(description_key(SPACE))
-        await spill_one(tier, replace(name_of(1), namespace=bytes(16)), filled((512,)))
-        await spill_one(tier, name_of(2), filled((512,)))
-        assert naming.facts_of(client.get(description_key(SPACE))) == FACTS
 
 
 async def test_a_database_is_selected(server, make):

@@ -9,7 +9,9 @@ from redis import Redis
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
+from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
+from safe_offload.tiers.store import Store
 from tests.tiers.contract import TierContract, tier_at
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary
 
@@ -51,6 +53,9 @@ class ServerContract(TierContract):
     @pytest.fixture
     def make_tier(self):
         return lambda: tier_at(self.config())
+
+    def place(self, make_tier: Any) -> Store:
+        return open_store(self.config())
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         with self.client_of(key_of(name)) as client:
@@ -115,6 +120,10 @@ class TestOverTlsAsAUserOfAnAcl(ServerContract):
 
     def client_of(self, key: bytes) -> Redis:
         return Redis(unix_socket_path=str(self.server.socket), password="another")
+
+    def place(self, make_tier: Any) -> Store:
+        """As the user whom an operator logs in as."""
+        return open_store(TierConfig.at(f"unix://:another@{self.server.socket}"))
 
 
 class TestOnAClusterWithUvloop(ServerContract):
