@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from safe_offload.tiers import base
 from safe_offload.tiers.base import Tier
 from tests.tiers.contract import name_of
 from tests.valkey_server import LOCALHOST, Certificates
@@ -166,7 +167,7 @@ async def reason_of(tier: Tier) -> str:
     """Return why a tier cannot be asked."""
     with pytest.raises(OSError) as found:  # noqa: PT011 its text is what matters
         await tier.probe([name_of(1)])
-    return str(found.value)
+    return base.reason_of(found.value)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
