@@ -2,8 +2,7 @@
 
     python -m tests.hooks
 
-Both are read from the source, as a type checker reads it: a definition is a method of a class that
-inherits from `Feature`, a call is `feature.HOOK(...)` in planner.py.
+A definition is a method of a class that inherits from `Feature`, a call is `feature.HOOK(...)`.
 """
 
 from __future__ import annotations
@@ -18,60 +17,42 @@ SCHEDULER = Path(safe_offload.__file__).parent / "scheduler"
 
 
 class Hook(NamedTuple):
-    """A hook, the classes that define it, and the methods that call it."""
+    """A hook, the classes that define it, and the methods of the planner that call it."""
 
     name: str
     implementers: list[str]
     callers: list[str]
 
 
-def _methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [each for each in node.body if isinstance(each, ast.FunctionDef)]
-
-
-def _classes(path: Path) -> list[ast.ClassDef]:
-    return [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-
-
-def _calls(function: ast.FunctionDef, name: str) -> bool:
-    return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == name
-        and ast.unparse(node.func.value) == "feature"
-        for node in ast.walk(function)
-    )
+def _methods(path: Path, base: str = "") -> dict[str, list[ast.FunctionDef]]:
+    """Return the methods of each class of a file, of those that inherit from `base`."""
+    classes = [each for each in ast.parse(path.read_text()).body if isinstance(each, ast.ClassDef)]
+    return {
+        each.name: [method for method in each.body if isinstance(method, ast.FunctionDef)]
+        for each in classes
+        if not base or base in map(ast.unparse, each.bases)
+    }
 
 
 def hooks() -> list[Hook]:
     """Return all hooks, in the order of their definition."""
-    (base,) = (node for node in _classes(SCHEDULER / "feature.py") if node.name == "Feature")
-    files = sorted((SCHEDULER / "features").rglob("*.py"))
-    features = [
-        node
-        for path in files
-        for node in _classes(path)
-        if "Feature" in map(ast.unparse, node.bases)
-    ]
-    methods = [m for node in _classes(SCHEDULER / "planner.py") for m in _methods(node)]
+    features: dict[str, set[str]] = {}
+    for path in sorted((SCHEDULER / "features").rglob("*.py")):
+        found = _methods(path, "Feature").items()
+        features |= {name: {method.name for method in methods} for name, methods in found}
+    calls = {m.name: ast.unparse(m) for m in _methods(SCHEDULER / "planner.py")["Planner"]}
+    names = [method.name for method in _methods(SCHEDULER / "feature.py")["Feature"]]
     return [
         Hook(
             name,
-            [node.name for node in features if name in {m.name for m in _methods(node)}],
-            [method.name for method in methods if _calls(method, name)],
+            [feature for feature, methods in features.items() if name in methods],
+            [caller for caller, text in calls.items() if f"feature.{name}(" in text],
         )
-        for name in (method.name for method in _methods(base))
+        for name in names
     ]
 
 
-def main() -> None:
-    """Print the table."""
-    rows = [(h.name, ", ".join(h.implementers), ", ".join(h.callers)) for h in hooks()]
-    rows = [("hook", "defined by", "called by Planner."), *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
-
-
 if __name__ == "__main__":
-    main()
+    rows = [(h.name, ", ".join(h.implementers), ", ".join(h.callers)) for h in hooks()]
+    for row in [("hook", "defined by", "called by Planner."), *rows]:
+        print(f"{row[0]:20} {row[1]:75} {row[2]}")
