@@ -21,10 +21,10 @@ from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.store import Store
+from tests.worker.waiting import PATIENCE_S
 
 FACTS: dict[str, object] = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)
-PATIENCE_S = 250
 SLOT_BYTES = 1 << 20
 """Of the largest slot of most tests."""
 BAD = (Result.CORRUPT, Result.FOREIGN)

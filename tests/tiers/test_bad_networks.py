@@ -8,9 +8,9 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from tests.network import FAIR, Proxy, Weather
 from tests.tiers.contract import name_of, tier_at
+from tests.worker.waiting import PATIENCE_S
 
 NUM_OBJECTS, OBJECT_BYTES = 100, 64 << 10
-PATIENCE_S = 250.0
 MARK = b"\xaa" * OBJECT_BYTES
 WEATHERS = {
     "stall": Weather(is_stalled=True),

@@ -25,8 +25,7 @@ from tests import stopping
 from tests.node.engines import pools_in, wanted
 from tests.tiers.process.slots import LENGTHS, NUM_SLOTS, Slots
 from tests.valkey_server import Server
-
-PATIENCE_S = 100
+from tests.worker.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from safe_offload.tiers import base
 from safe_offload.tiers.base import Tier
 from tests.tiers.contract import name_of
 from tests.valkey_server import LOCALHOST, Certificates
-
-PATIENCE_S = 250
+from tests.worker.waiting import PATIENCE_S
 
 _GREETING = {
     b"CLIENT": b"+OK\r\n",
