@@ -199,7 +199,8 @@ class SlotPool:
     def withdraw(self, slots: Sequence[int]) -> None:
         """Remove slots that `SlotSource.own` no longer returns; leases stay."""
         self._evictable.forget(slots)
-        self._empty = list(self._own(self._empty))
+        assert self.source is not None
+        self._empty = list(self.source.own(self._empty))
 
     def use_tenants(self, tenants: Tenants) -> None:
         """Replace the tenants; a label that stays keeps its slots."""
@@ -351,7 +352,8 @@ class SlotPool:
 
     def _unleased(self, slots: Sequence[int]) -> Sequence[int]:
         """Return those of the own slots that hold something and that nothing leases."""
-        slots = self._own(slots)
+        if self.source is not None:
+            slots = self.source.own(slots)
         if None in map(self.directory.hashes.__getitem__, slots):
             slots = [slot for slot in slots if self.directory.hashes[slot] is not None]
         return list(filterfalse(self._references.leased.__contains__, slots))
@@ -445,10 +447,6 @@ class SlotPool:
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
         if self.quotas is not None:
             self.quotas.count_evicted(slots, self._counters)
-
-    def _own(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the slots that this engine may overwrite."""
-        return slots if self.source is None else self.source.own(slots)
 
     def _all_own(self) -> Iterable[int]:
         return range(self.num_usable) if self.source is None else self.source.all_own()
