@@ -106,7 +106,7 @@ class Composition:
         return Tiers(self._find_tiered(), self._tier_context(planner))
 
     def features(self, planner: Planner) -> Iterator[Feature]:
-        """Yield what the configuration asks for; those that are asked first come first."""
+        """Yield the features of the configuration, in the order in which they are called."""
         config, slots = self._config, self._slots
         if self.events is not None:
             yield Events(self.events)

@@ -117,7 +117,7 @@ class Statistics:
 
 
 class Planner(SchedulerSide):
-    """The scheduler side, complete once vLLM has told where it keeps its blocks.
+    """The scheduler side, complete once vLLM has bound its blocks.
 
     Its own state: whether it is disabled, whether a gauge may have changed, the steps left for the
     start, how many steps have computed nothing by now, and the last steps. Everything else belongs
@@ -196,7 +196,7 @@ class Planner(SchedulerSide):
     # ---- vLLM asks about a request -------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> RequestState:
-        """Remember the request, so that finished ids can be told from foreign."""
+        """Remember the request, so that ids of other connectors are recognised later."""
         state = self.book.get(request.request_id)
         if state is None or state.request is not request:
             if state is not None:  # another one of the same id
@@ -501,7 +501,7 @@ class Planner(SchedulerSide):
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
 
-        All outcomes are noted before the first transfer is settled, because they come only once;
+        All outcomes are recorded before the first transfer is settled, because they come only once;
         and loads go first, because requests wait for them.
         """
         for bad in report.bad_slots:  # before the failure that frees them for others
@@ -608,11 +608,10 @@ class Planner(SchedulerSide):
         self.counters[Count.RESETS] += 1
         num_held = self.hits.directory.num_held
         if cause is None:
-            told = "The host cache was reset: %d slots were invalidated."
-            logger.info(told, num_held)
+            logger.info("The host cache was reset: %d slots were invalidated.", num_held)
         elif num_held:  # an update of the weights may be many calls
-            told = "The weights may have changed (%s): %d slots were invalidated."
-            logger.info(told, cause, num_held)
+            message = "The weights may have changed (%s): %d slots were invalidated."
+            logger.info(message, cause, num_held)
         self.hits.slots.forget_all()
         for state in self.book:
             self.loads.reset(state)

@@ -1,4 +1,4 @@
-"""Blocks that no tier is asked for or given: their hashes do not say what they were computed from.
+"""Blocks that stay out of tiers: their hashes do not say what they were computed from.
 
 vLLM's hash of a block knows media by their ids, which a client may have chosen, adapters by name
 and path, and embeddings in the place of tokens without what kind of numbers they are. Within one
@@ -88,7 +88,7 @@ class PrivateBlocks(Feature):
         return None
 
     def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        """See `Feature`; tiers may be asked for any of its blocks."""
+        """See `Feature`; tiers may look up any of its blocks."""
         if state.private is not None:
             self._note(state)
         return Answer.SEARCH

@@ -1,12 +1,12 @@
-"""Tiers beside the scheduler: what is asked for, fetched and written, and what has come of it.
+"""Tiers beside the scheduler: lookups, fetches and spills, and their results.
 
 A tier only feeds the host cache. What it has of a request is brought into host slots before vLLM
-is told of a hit, which is then an ordinary hit of host memory:
+learns of a hit, which is then an ordinary hit of host memory:
 
-1. When a request is new, its blocks that the host has not are asked for (`lookups.py`).
+1. The blocks of a new request that the host lacks are looked up (`lookups.py`).
 2. When all ranks have answered, vLLM's own hit rules tell how far host and tiers together could
    bring it (`tiered_hits.py`). If that pays, it is fetched (`promotions.py`).
-3. While that goes on, vLLM is told to ask again. What has arrived is published (`fetches.py`).
+3. Meanwhile the request waits. Blocks that have arrived are published (`fetches.py`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Tiers:
         return waits
 
     def matched(self, state: RequestState) -> None:
-        """VLLM was told of the hit of a request, or that there is none."""
+        """A hit of a request, or none, was reported to vLLM."""
         self.lookups.matched(state)
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
@@ -125,7 +125,7 @@ class Tiers:
     # ---- a step is planned ---------------------------------------------------------------------
 
     def plan(self, now_s: float) -> TierMessages:
-        """Return what the workers are told; `NO_MESSAGES` itself for nothing.
+        """Return the messages to the workers; `NO_MESSAGES` itself if there is none.
 
         From now on only what happens, or is stuck, is a reason to plan again.
         """
@@ -153,7 +153,7 @@ class Tiers:
         return TierMessages(probes, fetches, spills)
 
     def sent(self, now_s: float) -> None:
-        """The workers are told of what `plan` returned."""
+        """What `plan` returned is sent to the workers."""
         self.probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()

@@ -44,7 +44,7 @@ class PinnedPrompts(Feature):
             self.pins.use(state, state.request.block_hashes)
 
     def on_request_finished(self, state: RequestState) -> None:
-        """See `Feature`; pin it, or unpin it, if it asks for that."""
+        """See `Feature`; pin or unpin its prompt, if it requests that."""
         request, limits = state.request, state.limits
         self.pins.end(state)
         if limits.pin_s is not None:
@@ -87,7 +87,7 @@ class PinnedPrompts(Feature):
 
     @staticmethod
     def _report(state: RequestState, num_pinned: int, num_unpinned: int) -> None:
-        """Tell a client that asked for a pin what came of it, unless another connector answers."""
+        """Add the result of a pin to its response, unless another connector responds."""
         params = state.request.kv_transfer_params
         is_ours = isinstance(params, dict) and not any(params.get(key) for key in _FOREIGN_KEYS)
         if is_ours and params.get(PIN_KEY) is not None:

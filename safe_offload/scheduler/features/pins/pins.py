@@ -1,4 +1,4 @@
-"""Pins: prompts that stay on the host for a time after their last use, because a client asked.
+"""Pins: prompts that stay on the host for a time after their last use, at a client's request.
 
 A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
 its answer does, if the host has that. A block may be pinned while it is still being stored. All
