@@ -68,9 +68,6 @@ class Outdated:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def __contains__(self, state: RequestState) -> bool:
-        return bool(state.outdated)
-
     def begin(self, book: Iterable[RequestState]) -> None:
         """There was a reset: all that any request has, or that vLLM keeps, is of before it."""
         self._gpu.forget_hashes()

@@ -205,7 +205,8 @@ class Planner(SchedulerSide):
             if state.limits.leaves_nothing:
                 self.policy.keep_out(state)
                 return state
-            self.hits.boundaries.see(state)
+            if self._look_up is not None:
+                self.hits.boundaries.see(state)
             for feature in self._on_new_request:
                 feature.on_new_request(state)
             if self.tiers is not None:
@@ -330,7 +331,7 @@ class Planner(SchedulerSide):
         self.has_changed = True
         state = self.book.find(request) or self.on_new_request(request)
         try:
-            if state in self.outdated:
+            if state.outdated:
                 self._keep_out([state])  # vLLM may have hashed a block just now
             elif not self._is_disabled:
                 self.policy.finish(state)
@@ -348,10 +349,11 @@ class Planner(SchedulerSide):
     def _end(self, state: RequestState) -> None:
         """A request has ended: give up what only a live one needs."""
         if state.phase is not Phase.FINISHED:
-            if state not in self.outdated:
+            if not state.outdated:
                 state.end_with(self.policy.schedule.num_computed(state))
             self.loads.end(state)
-            self.hits.boundaries.leave(state)
+            if state.marks:
+                self.hits.boundaries.leave(state)
             self.book.finish(state)
             self.policy.end(state)
             self.stores.end(state)

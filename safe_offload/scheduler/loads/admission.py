@@ -40,12 +40,8 @@ class Need:
     missing: int
 
 
-NO_NEED = Need(0, 0)
-"""Where nobody is refused."""
-
-
 class Admission:
-    """The requests that hold GPU blocks for a load.
+    """The requests that hold GPU blocks for a load, where that is not full attention alone.
 
     Its state: `RequestState.need` of each, how many there are, how much they hold together, and a
     heap of them, who misses most first.
@@ -102,8 +98,7 @@ class Admission:
         state.need = need
         self.num_holders += 1
         self._num_held += need.held
-        if need is not NO_NEED:
-            heappush(self._by_missing, (-need.missing, next(self._entry_ids), state, need))
+        heappush(self._by_missing, (-need.missing, next(self._entry_ids), state, need))
 
     def _most_missing(self) -> int:
         """Return the most blocks that one of the holders misses."""
@@ -115,8 +110,6 @@ class Admission:
         return state.need is need
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
-        if self._geometry.is_plain:
-            return NO_NEED
         held = self._geometry.num_blocks_held(num_tokens)
         most = self._geometry.num_blocks_at_once(state.request.num_tokens)
         spare = SPARE_BLOCKS * len(self._geometry.group_block_sizes)

@@ -100,8 +100,6 @@ class Boundaries:
 
     def see(self, state: RequestState) -> None:
         """A request comes: note where it parts from the one here that it shares most with."""
-        if not self.every:
-            return
         hashes = state.request.block_hashes
         # Each hash says that all before it are equal too, so those after 1, 2, 4, ... tell which.
         marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]

@@ -198,6 +198,11 @@ class Costs:
         return self._min_load_tokens is None
 
     @property
+    def offers_all(self) -> bool:
+        """Whether every hit pays."""
+        return self._min_load_tokens == 0
+
+    @property
     def knows_steps(self) -> bool:
         """Whether it is known what computing takes, if only of one step."""
         return self.is_measuring and self.steps.num_samples > 0

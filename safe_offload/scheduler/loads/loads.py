@@ -122,7 +122,7 @@ class Loads:
         self._counters = counters
         self._admission = Admission(hits.geometry, gpu.num_blocks)
         self._shared_loads = SharedLoads(hits, wait_max_s, counters)
-        self._costs = costs
+        self._costs, self._offers_all = costs, costs.offers_all
         self._null_block_id = gpu.null_block_id
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
@@ -203,7 +203,7 @@ class Loads:
             ):
                 return Case.BEGIN_TO_WAIT, hit, load, 0
         is_new = hit is not progress.hit
-        if is_new and not wait.is_put_off:
+        if is_new and not (self._offers_all or wait.is_put_off):
             num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
             if not self._costs.pays(Offer(hit.num_tokens, num_left)):
                 return Case.DOES_NOT_PAY, hit, load, 0
@@ -351,7 +351,8 @@ class Loads:
         hit, lease = progress.hit, progress.lease
         block_ids, slots = self.pair(hit, blocks_by_group, num_tokens)
         num_local_tokens = hit.num_computed_tokens if hit is not None else 0
-        self._admission.hold(state, num_local_tokens + num_tokens)
+        if not self._is_plain:
+            self._admission.hold(state, num_local_tokens + num_tokens)
         if slots and lease is not None:
             progress.lease = None
             lease.keep(LeaseKind.LOAD, slots)
