@@ -138,7 +138,7 @@ class Tiers:
             fetches = self.fetches.plan()
         probes = self.probes.plan(generation) if self.probes.waiting else ()
         spills = self.spills.plan(generation, now_s)
-        is_waiting = bool(self.fetches or self.spills)
+        is_waiting = bool(self.fetches.ledger.in_flight or self.spills.ledger.in_flight)
         if self._has_news or not is_waiting:
             self._has_news, self._last_news_s = False, now_s
         self._is_stuck = now_s - self._last_news_s > self._stuck_s
@@ -264,7 +264,9 @@ class Tiers:
         """
         if self.spills.is_waiting or self.spills.retries_soon:
             return True
-        return not self._is_stuck and bool(self.fetches or self.spills)
+        return not self._is_stuck and bool(
+            self.fetches.ledger.in_flight or self.spills.ledger.in_flight
+        )
 
     def check_invariants(self) -> None:
         """See `SchedulerSide`."""
