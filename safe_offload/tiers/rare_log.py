@@ -21,12 +21,12 @@ class RareLog:
 
     Args:
         label: of the tier.
-        action: that fails when the place fails, such as "use its server".
+        failed: the line about a failed call, with the label and the reason.
     """
 
-    def __init__(self, label: str, action: str = "use its store") -> None:
+    def __init__(self, label: str, failed: str = "Tier %s failed to use its store: %s.") -> None:
         self._label = label
-        self._action = action
+        self._failed = failed
         self._said_at_s: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
@@ -43,7 +43,7 @@ class RareLog:
         """Log that the place failed, and the fix if the error has one."""
         reason = reason_of(error)
         if self.is_due(reason[:_KIND_CHARS]):
-            logger.warning("Tier %s failed to %s: %s.", self._label, self._action, reason)
+            logger.warning(self._failed, self._label, reason)
 
     def bad_object(self, result: Result, name: str) -> None:
         """Log that an object is not what it should be."""

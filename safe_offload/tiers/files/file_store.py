@@ -82,7 +82,7 @@ class FileStore(Store):
         super().__init__(config, slot_bytes)
         self._config = config
         self._path = config.location.path
-        self.log = _Log(self.label, "read or write")
+        self.log = _Log(self.label)
         self._place = _Place(self._path, self.label)
         path = config.tenants_path
         shares = TenantsFile(path).shares_by_mark if path else dict
