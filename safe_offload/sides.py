@@ -22,7 +22,7 @@ class Side:
     """What both roles have: how they stand, and the end of all work after an error.
 
     Attributes:
-        has_changed: a count, a gauge or a label may have changed since `changes_taken`.
+        has_changed: a count, a gauge or a label may have changed since `take_changes`.
     """
 
     has_changed = False
@@ -30,11 +30,8 @@ class Side:
     def disable(self, report: object = None) -> None:
         """After an error inside: only finish what is in flight."""
 
-    def changes_taken(self) -> None:
-        """What has changed was reported to vLLM."""
-
-    def count_into(self, counters: Counters) -> None:
-        """Count what happened since the last call and is not counted when it happens."""
+    def take_changes(self, counters: Counters) -> None:
+        """Count what is only counted now; from here on, nothing has changed."""
 
     def gauges(self) -> dict[str, float]:
         """Return how the host pool, or the tiers of a rank, stand now."""

@@ -195,14 +195,12 @@ class StatsReporter:
         """Return counts since the last call and gauges, if any changed."""
         if not (side.has_changed or self._counters):
             return None  # most steps
-        side.changes_taken()
-        side.count_into(self._counters)
+        side.take_changes(self._counters)
         counts, gauges = self._counters.take(), side.gauges()
         observed = self._counters.take_observed()
         info: dict[str, str] = {}
         old_info = self._last_info
-        host = side.host_labels
-        if self._info and host is not self._last_host:
+        if self._info and (host := side.host_labels) is not self._last_host:
             self._last_host, info = host, {**self._info, **host}
             self._last_info = info
         if not (counts or observed or info) and gauges == self._last_gauges:

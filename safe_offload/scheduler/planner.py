@@ -660,7 +660,7 @@ class Planner(SchedulerSide):
         """A gauge or a label of a feature may have changed."""
         self.has_changed = True
 
-    def changes_taken(self) -> None:
+    def take_changes(self, counters: Counters) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
         self.has_changed = False
 

@@ -96,7 +96,7 @@ class WorkerBridge(WorkerSide):
         self._loads_mark: Any = None
         self._is_forward_issued = False
         self._may_wait = False
-        self._is_gathered = False  # for the next report, by `count_into`
+        self._is_gathered = False  # for the next report, by `take_changes`
         self._last_store_id = -1  # of all plans
         # Submitted and not drained; drained or failed and not reported.
         self._running: dict[int, Direction] = {}
@@ -303,7 +303,7 @@ class WorkerBridge(WorkerSide):
         self._stored_ids, self._bad_slots, self._presences = early, [], []
         return StepReport(*settled)
 
-    def count_into(self, counters: Counters) -> None:
+    def take_changes(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took.
 
         vLLM asks for it before the report. Both are of one moment: after the last report there may

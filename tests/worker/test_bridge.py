@@ -252,7 +252,7 @@ def test_ways_to_copy_that_were_left_are_counted_once(make_worker, monkeypatch):
 def counted(worker: Worker) -> dict[str, int]:
     """What the worker has counted since the last call."""
     counters = Counters()
-    worker.bridge.count_into(counters)
+    worker.bridge.take_changes(counters)
     return counters.take()
 
 
@@ -467,7 +467,7 @@ def test_counts_that_begin_anew_take_nothing_back(worker, monkeypatch):
         opened = SimpleNamespace(transfers=transfers, backend=backend, tiers=None)
         monkeypatch.setattr(worker.bridge, "opened", opened)
         counters = Counters()
-        worker.bridge.count_into(counters)
+        worker.bridge.take_changes(counters)
         assert counters.take() == {count: number}
     monkeypatch.undo()
 

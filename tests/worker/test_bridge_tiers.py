@@ -171,7 +171,7 @@ def test_what_tiers_do_is_counted(make_worker):
     worker.step(StepPlan(fetches=moved(2, [2, 3, 4], A, C, B)))
     worker.answered(2)
     counters = Counters()
-    worker.bridge.count_into(counters)
+    worker.bridge.take_changes(counters)
     assert {name: count for name, count in counters.take().items() if name.startswith("tier")} == {
         'tier_written_objects{tier="1"}': 2,
         'tier_written_bytes{tier="1"}': 2 * SLOT_BYTES,
@@ -191,7 +191,7 @@ def test_what_tiers_do_is_counted(make_worker):
     assert (
         sum(n for n, _ in observed['tier_call_seconds{tier="1",operation="spill"}'].values()) == 1
     )
-    worker.bridge.count_into(counters)
+    worker.bridge.take_changes(counters)
     assert counters.take() == {}
 
 
@@ -272,7 +272,7 @@ def test_what_is_reported_has_been_counted_in_its_own_step(make_worker):
     worker.near.holds = {"spill"}
     worker.bridge.bind_connector_metadata(StepPlan(spills=moved(1, [4], A), is_idle=True))
     counters = Counters()
-    worker.bridge.count_into(counters)
+    worker.bridge.take_changes(counters)
     report = worker.bridge.build_connector_worker_meta()
     assert [each.transfer_id for each in report.outcomes] == [1]
     assert counters.take()['tier_written_objects{tier="1"}'] == 1
