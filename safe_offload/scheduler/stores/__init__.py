@@ -1,4 +1,4 @@
-"""From blocks that are worth keeping to slots that can be found.
+"""Stores: which blocks are copied to the host, when, and how they become hits.
 
 Imports cache and loads' hits. Door: `stores.Stores`.
 """

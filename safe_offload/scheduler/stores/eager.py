@@ -1,14 +1,14 @@
-"""Eager stores: what requests have computed, as soon as it is there.
+"""Eager stores: blocks are stored as soon as requests have computed them.
 
-A block is worth storing when vLLM has hashed it for its own prefix cache (so it is full, and its
-tokens are known) and when its bytes are there by the time that the store reads them.
+A block is stored if vLLM has hashed it for its own prefix cache (so it is full, and its tokens are
+known) and its bytes are complete when the store reads them.
 
-That vLLM has hashed a block proves nothing about its bytes: it hashes the blocks of a step while it
-schedules the step. But every block that a request *scheduled in this step* has hashed is computed
-once the forward of this step has run, and a store after the forward is ordered after it. So a block
-of a prompt is stored in the very step that computes it; a step later a sliding window may have
-passed it. Blocks of an answer are looked for together, every few steps (`schedule.py`), and in the
-table that a preempted request had (`snapshots.py`).
+A hash says nothing about the bytes: vLLM hashes the blocks of a step while it schedules the step.
+But every hashed block of a request *scheduled in this step* is computed by the forward pass of this
+step, and a store after the forward pass reads it later. So a block of a prompt is stored in the
+step that computes it; one step later, a sliding window may have passed it. Output blocks are
+collected every few steps (`schedule.py`), and from the block table of a preempted request
+(`snapshots.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EagerProgress:
-    """How far a request's blocks are stored; `EagerStores` alone changes it.
+    """The progress of a request's stores; only `EagerStores` changes it.
 
     Bound: an entry for each KV cache group.
 
     Attributes:
-        cursors: for each group, leading blocks of the block table that need no more storing.
-        cursors_before: those of the block table that the last preemption took away.
+        cursors: by group, the number of leading blocks of the block table that are done.
+        cursors_before: the same of the block table before the last preemption.
     """
 
     cursors: list[int]
@@ -58,7 +58,7 @@ class EagerProgress:
 
 
 class EagerStores(StorePolicy):
-    """A policy that stores what requests have computed. See `StorePolicy`.
+    """Stores blocks as soon as requests have computed them. See `StorePolicy`.
 
     Its own state: `RequestState.eager`.
 
@@ -97,7 +97,7 @@ class EagerStores(StorePolicy):
     # ---- the life of a request -----------------------------------------------------------------
 
     def run(self, state: RequestState) -> None:
-        """See `StorePolicy`; of a prompt nothing is stored if that would cost better hits."""
+        """See `StorePolicy`; skips a prompt whose blocks are worth less than their victims."""
         super().run(state)
         group_idx = self._hits.full_group
         if not self._may_refuse or group_idx is None or state.eager is not None:
@@ -119,7 +119,7 @@ class EagerStores(StorePolicy):
         progress.cursors = [0] * len(self._block_sizes)
 
     def finish(self, state: RequestState) -> None:
-        """See `StorePolicy`; stores what the request has computed and not stored."""
+        """See `StorePolicy`; stores the remaining computed blocks of the request."""
         if state.phase is Phase.RUNNING:
             self._store_computed([state], is_intact=False)
             for blocks in self._tails(state):
@@ -130,8 +130,8 @@ class EagerStores(StorePolicy):
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """See `StorePolicy`.
 
-        Some of it was left over: blocks that were intact when the last plan was made, so that
-        nothing can have written them yet.
+        Includes blocks left over for lack of slots: they were intact in the last plan, so nothing
+        can have written them yet.
         """
         for state in states:
             progress = state.eager or self._begin_storing(state)
@@ -159,7 +159,7 @@ class EagerStores(StorePolicy):
             self._stores.keep_left_over(BlockSet.intact)
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
-        """Store what requests have computed once the forward of this step has run."""
+        """Store the blocks that requests have computed after the forward pass of this step."""
         plain = []
         for state in states:
             taken = state.snapshots
@@ -176,10 +176,10 @@ class EagerStores(StorePolicy):
             self._store_computed(plain, is_intact=True)
 
     def _store_boundary_states(self, output: SchedulerOutput, book: RequestBook) -> None:
-        """Store states of Mamba groups, whose block table says nothing about positions.
+        """Store states of Mamba groups, whose block tables have no positions.
 
-        vLLM hands over the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
-        requests that are not scheduled are skipped: they may never have been computed.
+        vLLM passes the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
+        requests that are not scheduled are skipped: they may never be computed.
         """
         block_state = getattr(output, "kv_connector_block_state", None)
         offers = getattr(block_state, "boundary_state_offloads", None)
@@ -201,10 +201,10 @@ class EagerStores(StorePolicy):
     # ---- what requests have computed -----------------------------------------------------------
 
     def _store_computed(self, states: Sequence[RequestState], *, is_intact: bool) -> None:
-        """Store what of requests is computed and not stored.
+        """Store the computed blocks of requests that are not stored yet.
 
-        All of it in one go: most requests have a block or none. What does not go at once, for want
-        of slots or because two requests have computed the same, goes request by request.
+        All at once, as most requests have one block or none. If that fails, for lack of slots or
+        because two requests have computed the same, they are stored request by request.
         """
         found, present = self._scan(states)
         has_leftover = False
@@ -229,7 +229,7 @@ class EagerStores(StorePolicy):
                     start += count
 
     def _store_leftover(self, state: RequestState, *, is_intact: bool) -> None:
-        """Store what a request found no slots for before."""
+        """Store the blocks of a request that found no slots before."""
         for blocks in self._stores.take_left_over(state):
             self._add(state, self._stores.missing(blocks.intact()), is_intact=is_intact)
 
@@ -239,7 +239,7 @@ class EagerStores(StorePolicy):
             self._put_off(state, blocks, num_stored)
 
     def _put_off(self, state: RequestState, blocks: BlockSet, num_stored: int) -> None:
-        """Try blocks of a request that found no slot again while it runs."""
+        """Retry the blocks of a request that found no slot while it runs."""
         self._stores.put_off(state, blocks.part(range(num_stored, len(blocks.blocks))))
 
     def _scan(
@@ -247,12 +247,11 @@ class EagerStores(StorePolicy):
     ) -> tuple[
         list[tuple[BlockSet, list[tuple[RequestState, int]]]], dict[RequestState, list[int]]
     ]:
-        """Move the requests' cursors to the end of what is hashed.
+        """Move the requests' cursors to the end of the hashed blocks.
 
         Returns:
-            What to store, of each group request by request, in prefix order, with whose prefix how
-            many of the blocks extend; and of which requests the host has blocks already, in which
-            slots.
+            The blocks to store by group, request by request in prefix order, with the number of
+            blocks of each owner; and by request the slots of blocks that the host has already.
         """
         found = []
         present: dict[RequestState, list[int]] = {}
@@ -287,10 +286,10 @@ class EagerStores(StorePolicy):
         return found, present
 
     def _tails(self, state: RequestState) -> list[BlockSet]:
-        """Return the blocks in which the prompt ends, if vLLM finds them by their first tokens.
+        """Return the partial blocks in which the prompt ends, if vLLM has hashed them.
 
-        vLLM hashes such a block where hits end inside a block, before it is full. It may become
-        full while its request runs, so it is worth storing when that has ended.
+        vLLM does so where hits may end inside a block. Such a block may become full while its
+        request runs, so it is stored when the request ends.
         (vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block)
         """
         request_id, limit = state.request.request_id, state.limits.store_tokens
@@ -309,7 +308,7 @@ class EagerStores(StorePolicy):
     def _look(
         self, request: Request, blocks: list[KVCacheBlock], first: int, missing: BlockSet
     ) -> list[int]:
-        """Look at blocks of a table, from the `first` on; add those to `missing` that are.
+        """Check the blocks of a table from `first` on, and add those the host lacks to `missing`.
 
         Returns:
             The host slots that hold the others.
@@ -353,7 +352,7 @@ class EagerStores(StorePolicy):
                 self._pass_over(state)
 
     def _pass_over(self, state: RequestState) -> None:
-        """Move the cursors to the end of what is hashed, whatever it holds."""
+        """Move the cursors to the end of the hashed blocks without storing them."""
         cursors = (state.eager or self._begin_storing(state)).cursors
         for group_idx in self._group_ids:
             _, nums_hashed = self._gpu.tables_of(group_idx)

@@ -1,10 +1,10 @@
-"""Blocks that vLLM has hashed on our account only: it reuses them before what it has on its own.
+"""Blocks that vLLM has hashed for the connector only: vLLM reuses them before its own.
 
-Of sliding windows and Mamba states vLLM hashes what its own hits need, and reuses the rest first.
-Where `boundaries.py` has moved a boundary it hashes more, so that the host gets that, too. Left in
-vLLM's queue of free blocks as they are, these would push out what the GPU would have without us. So
-once they are free, and their copy has been read, they go to its head. While the queue begins with
-blocks that hold nothing, they need not, and the GPU has more than without us.
+Of sliding windows and Mamba states, vLLM hashes the blocks that its own hits need and reuses the
+others first. Where `boundaries.py` has moved a boundary, it hashes more blocks, for the host. In
+vLLM's free queue, these would displace blocks that the GPU would have without the connector. So
+once they are free and stored, they move to the head of the queue. While the queue starts with
+unhashed blocks, they may stay, and the GPU has more hits than without the connector.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Extra(NamedTuple):
-    """A block as it was when vLLM had hashed it on our account."""
+    """A block as it was when vLLM hashed it for the connector."""
 
     group_idx: int
     block: KVCacheBlock
@@ -34,13 +34,13 @@ class Extra(NamedTuple):
 
 
 class Extras:
-    """What vLLM has hashed because a boundary was moved, until it is reused or a request hits it.
+    """Blocks that vLLM has hashed because of a moved boundary, until they are reused or hit.
 
-    A block that a request has hit is as any other from then on: it has paid.
+    A hit turns such a block into an ordinary one.
 
-    Its state: the blocks by id; `RequestState.extras`; those that were left when a request ended;
-    those that are free and being stored; those that are free and may stay where they are, because a
-    guard behind the blocks that two steps need stands at its place.
+    Its state: the blocks by id; `RequestState.extras`; the blocks of ended requests; the free
+    blocks that are being stored; the free blocks that may stay in their place, because a guard
+    behind the blocks that two steps need has not moved.
 
     Bound: the GPU's blocks, once in each.
     """
@@ -61,10 +61,10 @@ class Extras:
         return f"Extras({len(self._waiting)} blocks stay)"
 
     def look(self, state: RequestState, num_computed_tokens: int) -> None:
-        """A request computes on: note what that has hashed, and move its boundary.
+        """Record the newly hashed blocks of a running request, and move its boundary.
 
         Args:
-            num_computed_tokens: with those of the step that is planned.
+            num_computed_tokens: including the step that is planned.
         """
         held = state.extras
         if held is None:  # it begins to run
@@ -76,7 +76,7 @@ class Extras:
             self._left += held.popleft()
 
     def _spare_hit(self, state: RequestState) -> None:
-        """What a request has hit is as any other from now on."""
+        """Treat the blocks of a request's hit as ordinary blocks from now on."""
         request = state.request
         for group_idx, places in self.boundaries.ends(request.num_computed_tokens):
             for block in self._table(request, group_idx)[places.start : places.stop]:
@@ -115,13 +115,13 @@ class Extras:
         self.leave(state)
 
     def leave(self, state: RequestState) -> None:
-        """A request has given its blocks back, or is about to."""
+        """A request has released its blocks, or is about to."""
         for extras in state.extras or ():
             self._left += extras
         state.extras = None
 
     def _stands(self, one: Extra) -> bool:
-        """Whether a block is still what it was, and no request has hit it."""
+        """Return whether a block is unchanged and without a hit."""
         hash_object = self._hashes.get(one.block.block_id)
         return hash_object is one.hash_object and block_hash_of(one.block) is hash_object
 
@@ -130,7 +130,7 @@ class Extras:
         return slot in self._directory.being_stored
 
     def plan(self) -> bool:
-        """Let what is free and stored be reused first; returns whether anything was."""
+        """Let vLLM reuse free and stored blocks first; return whether there were any."""
         if self._left or self._unstored:
             free, self._left, self._unstored = [*self._unstored, *self._left], [], []
             for one in free:
@@ -140,7 +140,7 @@ class Extras:
         return bool(self._waiting) and not self._has_room() and self._reuse()
 
     def make_room(self, num_tokens: int) -> None:
-        """A request may take blocks for so many tokens at once."""
+        """A request may allocate blocks for this many tokens at once."""
         if self._waiting and not self._has_room(self._geometry.num_blocks_spanned(num_tokens)):
             self._reuse()
 
@@ -155,7 +155,7 @@ class Extras:
         return bool(blocks)
 
     def _has_room(self, num_more: int = 0) -> bool:
-        """Whether the next two steps, and so many blocks more, find blocks without a hash."""
+        """Return whether there are unhashed blocks for two more steps and this many blocks."""
         if num_more or self._guard is None or not self._guard.stands():
             count = 2 * self._num_step_blocks + num_more
             blocks = self._gpu.unhashed_ahead(count)

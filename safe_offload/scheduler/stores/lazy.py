@@ -1,4 +1,4 @@
-"""Lazy stores: what vLLM is about to evict, and what it has evicted before that was seen."""
+"""Lazy stores: blocks are stored just before, or just after, vLLM reallocates them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 
 SWEEP_MIN = 1 << 16
-"""Hashes that are left out, before it is looked which of them the GPU still has."""
+"""Excluded hashes, before those that the GPU has lost are removed."""
 
 
 class LazyStores(StorePolicy):
-    """A policy that stores what is about to be evicted. See `StorePolicy`.
+    """Stores the blocks that vLLM evicts next. See `StorePolicy`.
 
-    What is about to be evicted is the head of vLLM's queue of free blocks. The queue is not walked
-    in every step. What was looked at once needs no second look while it stays in the queue: so a
-    step goes on after the last block that was seen, up to a distance from the head that few steps
-    use up, and begins again at the head when half of that is gone.
+    These are at the head of vLLM's free queue, which is not walked in every step. A block in the
+    queue needs one look only: a step continues after the last block seen, up to a distance from the
+    head that lasts for some steps, and restarts at the head when half of that is used up.
 
-    What a step takes that no walk has seen, as the tail of a request that has just ended, is noted
-    as vLLM takes it, and stored before the forward of that step.
+    Blocks allocated before a walk has seen them, such as the tail of a request that has just ended,
+    are recorded when vLLM allocates them, and stored before the forward pass of that step.
 
     Its own state is what follows `_given` in `__init__`.
 
@@ -95,9 +94,9 @@ class LazyStores(StorePolicy):
     # ---- the life of a request -----------------------------------------------------------------
 
     def keep_out(self, state: RequestState) -> None:
-        """See `StorePolicy`; others find what it computes, or what it leaves in the queue, by hash.
+        """See `StorePolicy`; the blocks that it computes are excluded by hash.
 
-        What the GPU has already is of others, who may have it stored.
+        Blocks that the GPU has already are of other requests, and may be stored.
         """
         num_cached = self._gpu.num_cached_tokens(state.request)
         state.left_out_from = num_cached // self._geometry.hash_block_size
@@ -116,11 +115,11 @@ class LazyStores(StorePolicy):
 
     @property
     def num_left_out(self) -> int:
-        """Hashes of which nothing is stored."""
+        """The number of excluded hashes."""
         return len(self._left_out_hashes)
 
     def _sweep(self) -> None:
-        """Forget what the GPU has lost and what is not stored in its last moment either."""
+        """Remove excluded hashes that the GPU has lost and that no allocation still names."""
         kept = self._gpu.cached_hashes()
         kept.update(get_block_hash(h) for h in self._given_hashes if h is not None)
         length = len(next(iter(self._left_out_hashes)))
@@ -128,14 +127,14 @@ class LazyStores(StorePolicy):
         self._sweep_at = max(SWEEP_MIN, 2 * len(self._left_out_hashes))
 
     def forget_table(self, state: RequestState) -> None:
-        """See `StorePolicy`; what it gave away in this step may have been seen with a hash."""
+        """See `StorePolicy`; also drops blocks seen with a hash and reallocated in this step."""
         super().forget_table(state)
         self._forget_given()
 
     def forget_uncomputed(self, state: RequestState) -> set[bytes]:
-        """See `StorePolicy`; vLLM may have given away again what it gave and hashed in this step.
+        """See `StorePolicy`; vLLM may have reallocated blocks that it hashed in this step.
 
-        A Mamba state that was to be copied has a hash of before, so a block counts once.
+        A Mamba state to be copied has an earlier hash, so each block counts once.
         """
         uncomputed = super().forget_uncomputed(state)
         length = len(next(iter(uncomputed), b""))
@@ -150,7 +149,7 @@ class LazyStores(StorePolicy):
         return uncomputed
 
     def finish(self, state: RequestState) -> None:
-        """See `StorePolicy`; what is retained is stored before vLLM is about to evict it."""
+        """See `StorePolicy`; blocks of retained requests are stored now, not before eviction."""
         if state.is_retained and state.phase is Phase.RUNNING:
             if (events := self._hits.directory.events) is not None:
                 events.learn(state)
@@ -164,7 +163,7 @@ class LazyStores(StorePolicy):
     # ---- a step is planned ---------------------------------------------------------------------
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
-        """See `StorePolicy`; the rest of what they had computed waits in the queue."""
+        """See `StorePolicy`; their other blocks are in the free queue."""
         for state in states:
             for snapshot in self._snapshot_taker.drop(state):
                 lost, _ = self._snapshot_taker.unsaved(state, snapshot, 0, given_out)
@@ -175,8 +174,8 @@ class LazyStores(StorePolicy):
     ) -> None:
         """See `StorePolicy`.
 
-        What was given away is stored in every step, one that computes nothing too: it may allocate
-        blocks for a load.
+        Reallocated blocks are stored in every step, even one without computation, which may
+        allocate blocks for a load.
         """
         for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
             taken, is_decoding = state.snapshots, state.is_decoding
@@ -195,7 +194,7 @@ class LazyStores(StorePolicy):
                     self._begin_again()
 
     def _walk(self) -> list[BlockSet]:
-        """Return free blocks not seen yet that are taken soon, if the host does not have them."""
+        """Return unseen free blocks that are allocated soon and that the host lacks."""
         middle, last = self._middle, self._last
         if middle is None or last is None or not (middle.stands() and last.stands()):
             blocks = self._gpu.free_blocks(self._num_ahead)
@@ -215,7 +214,7 @@ class LazyStores(StorePolicy):
     def _unstored_of_others(
         self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
-        """Return what is to be stored of blocks, but for those that are left out."""
+        """Return the blocks to store, without the excluded ones."""
         left_out = self._left_out_hashes
         for state in self._growing:
             hashes = state.request.block_hashes
@@ -235,7 +234,7 @@ class LazyStores(StorePolicy):
         return missing_blocks(blocks, hash_objects, self._gpu, self._hits.directory.tables)
 
     def _begin_again(self) -> None:
-        """Look at everything again, in the next step."""
+        """Restart the walk in the next step."""
         self._middle = self._last = None
 
     # ---- what went wrong -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What decides which blocks are stored, and when."""
+"""The interface of store policies, which decide which blocks are stored, and when."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 
 
 class StorePolicy:
-    """Finds blocks that are worth storing and hands them to `Stores.add`.
+    """Selects blocks and passes them to `Stores.add`.
 
-    The planner calls it; it calls nothing of the planner. What it notes about a request is gone
-    after `end`. Its state: the schedule, snapshots of the requests that run, and
-    `RequestState.tables`.
+    The planner calls it; it never calls the planner. It keeps nothing of a request after `end`. Its
+    state: the schedule, snapshots of running requests, and `RequestState.tables`.
 
     Bound: an entry for each KV cache group of the requests that vLLM has.
 
     Args:
-        hits: to skip what the host has or is about to have.
+        hits: to skip blocks that the host has or is storing.
         gpu: vLLM's blocks.
-        stores: takes what is found.
+        stores: gets the selected blocks.
         num_decode_tokens_max, is_lazy: see `StoreSchedule`.
 
     Attributes:
-        extras: blocks that vLLM has hashed on our account; None if no boundary is ever moved.
-        schedule: when requests are looked at.
+        extras: blocks that vLLM hashes for the connector; None if boundaries are never moved.
+        schedule: when requests are checked.
     """
 
     def __init__(
@@ -63,18 +62,18 @@ class StorePolicy:
         self._snapshot_taker = SnapshotTaker(hits.geometry, gpu)
 
     def keep_out(self, state: RequestState) -> None:
-        """A request is new, and nothing that it computes is to be stored."""
+        """Store nothing that a new request computes."""
 
     def run(self, state: RequestState) -> None:
-        """A request has its blocks and begins to run."""
+        """A request has its blocks and starts to run."""
         self.schedule.add(state)
         state.tables = self._gpu.all_tables_of(state.request.request_id)
 
     def forget_uncomputed(self, state: RequestState) -> set[bytes]:
-        """vLLM has taken a request out of the step that is planned, or not put it in.
+        """Remove the hashes of blocks that a request preempted in this step does not compute.
 
-        By priority it may have put the request in first, and have hashed the blocks that it was to
-        fill. No forward computes those: neither vLLM's prefix cache nor a store may find them.
+        With priority scheduling, vLLM may schedule a request, hash the blocks that it would fill,
+        and then preempt it in the same step. Neither vLLM's prefix cache nor a store may find them.
         (vLLM 0.32.0, Scheduler.schedule; vllm#59907)
 
         Returns:
@@ -90,12 +89,12 @@ class StorePolicy:
         return hashes
 
     def preempt(self, state: RequestState) -> None:
-        """vLLM has taken the blocks of a running request away."""
+        """vLLM has preempted a running request."""
         if self.extras is not None:
             self.extras.leave(state)
 
     def forget_table(self, state: RequestState) -> None:
-        """What a request computes in the block table that it has is not to be stored."""
+        """Store nothing that a request computes in its present block table."""
         self._snapshot_taker.drop(state)
 
     def finish(self, state: RequestState) -> None:
@@ -107,25 +106,25 @@ class StorePolicy:
             self.extras.end(state)
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
-        """Store what requests had computed that were preempted in this step.
+        """Store the computed blocks of requests preempted in this step.
 
         Args:
-            given_out: ids of the blocks that were allocated in this step, which can still be
-                stored before they are written.
+            given_out: ids of the blocks allocated in this step, which can still be stored before
+                they are written.
         """
 
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
     ) -> None:
-        """Store what is worth it in this step.
+        """Store the selected blocks of this step.
 
         Args:
             output: the step, as vLLM has scheduled it.
             book: all requests.
-            loading: those whose load begins in this step.
+            loading: requests whose load starts in this step.
         """
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
-        """Store nothing that these, all requests, have computed by now."""
+        """Store nothing that any request has computed so far."""
         for state in states:
             self._snapshot_taker.drop(state)

@@ -1,9 +1,9 @@
-"""Which running requests may have filled a block since they were looked at last.
+"""The schedule of checks: which running requests may have filled a block since the last check.
 
-A request that computes its prompt fills blocks in every step; one that decodes fills one in many
-steps, and it is known when at the earliest. Its blocks stay where they are for as long as it runs,
-so there is no hurry: those that decode are looked at together, once in several steps, and what they
-have filled goes into one store. If one ends or is preempted before, it is looked at then.
+A prefill fills blocks in every step. A decoding request fills one in many steps, the earliest of
+which is known, and its blocks stay in place while it runs. So decoding requests are checked
+together, once in several steps, and their blocks share a store. A request that ends or is preempted
+earlier is checked then.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 
 STEPS_BETWEEN_LOOKS = 16
-"""At requests that decode. More saves little; less, and most steps have a store of their own."""
+"""For decoding requests. More saves little; with fewer, most steps have a store."""
 
 
 class StoreSchedule:
-    """Running requests by the step in which they are to be looked at.
+    """Running requests by the step of their next check.
 
-    Looking late loses nothing but time: what a request has computed is found when it is looked at
-    next, when it is preempted, or when it ends.
+    A late check loses nothing but time: computed blocks are found at the next check, at a
+    preemption, or at the end.
 
-    Its state: the number of the step, which requests are looked at in the next one and in later
-    ones, and `RequestState.is_decoding` and `.num_computed`.
+    Its state: the number of the step, the requests to check in the next step and in later ones, and
+    `RequestState.is_decoding` and `.num_computed`.
 
-    Bound: the requests that vLLM has; of those that have ended, until their step comes.
+    Bound: the requests that vLLM has; ended ones remain until their step.
 
     Args:
-        block_sizes: tokens of a block, of each KV cache group.
-        num_decode_tokens_max: the most tokens that a request which decodes computes in one step.
-        num_tokens_kept: the fewest tokens that a request computes before a full block leaves its
-            table; None if blocks never do. Looks are no further apart.
-        is_lazy: nothing is stored while its request runs.
+        block_sizes: tokens of a block, by KV cache group.
+        num_decode_tokens_max: the maximum number of tokens of a decoding request per step.
+        num_tokens_kept: the minimum number of tokens computed before a full block leaves its
+            table; None if blocks never do. It limits the distance of checks.
+        is_lazy: no block is stored while its request runs.
 
     Attributes:
-        num_steps_between: looks at requests that decode are in steps that are multiples of this;
-            0 for no look but the first.
+        num_steps_between: decoding requests are checked in steps that are multiples of this; 0
+            for the first check only.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class StoreSchedule:
         return f"StoreSchedule(step {self._step}, {len(self._next)} in the next)"
 
     def add(self, state: RequestState) -> None:
-        """A request begins to run: look at it in the next step."""
+        """Check a request that starts to run in the next step."""
         self._next.append(state)
 
     def num_computed(self, state: RequestState) -> int:
-        """Return how many first tokens a request has computed, without the step that is planned.
+        """Return the number of computed tokens of a request, without the step that is planned.
 
-        The last token of an answer came out of a step that has computed all those before it.
+        The last output token came from a step that computed all tokens before it.
         """
         return int(state.request.num_tokens) - 1 if state.is_decoding else state.num_computed
 
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
-        """Return the requests to look at in this step, of those that are scheduled in it.
+        """Return the scheduled requests to check in this step.
 
         Args:
             scheduled: number of tokens by request id.
@@ -125,11 +125,11 @@ class StoreSchedule:
 
 
 class PlainSchedule(StoreSchedule):
-    """Where no boundary is ever moved."""
+    """The schedule for models whose boundaries are never moved."""
 
 
 class MovingSchedule(StoreSchedule):
-    """Looks at what vLLM hashes on our account, too, which moves boundaries."""
+    """Also checks the blocks that vLLM hashes for the connector, and moves boundaries."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What a request had computed and not stored, when vLLM preempts it.
+"""The computed but unstored blocks of a preempted request.
 
 vLLM drops the block table of a request that it preempts. A `Snapshot` keeps that table, so that the
-plan of the same step can still find the blocks in it, before they are overwritten.
+plan of the same step can store its blocks before they are overwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
 
 _NO_WITNESS = b"given away"
-"""Is the hash object of no block."""
+"""A hash object that no block has."""
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class Snapshot:
 
     Attributes:
         group_idx: KV cache group.
-        table: its block table; vLLM drops it when it preempts the request, and leaves it as it is.
-        num_blocks: leading blocks that were computed when it was looked at last; None if it was
-            decoding, since then its tokens tell.
-        num_prompt_tokens: of the request then; it differs when a client has sent more meanwhile.
+        table: its block table, which vLLM drops at a preemption without changing it.
+        num_blocks: leading computed blocks at the last check; None if it was decoding, when its
+            tokens determine the number.
+        num_prompt_tokens: of the request then; it changes when a client sends more input.
     """
 
     group_idx: int
@@ -45,13 +45,13 @@ class Snapshot:
     num_prompt_tokens: int
 
     def is_current(self, request: Request) -> bool:
-        """Whether it needs no other look: it was decoding, and its prompt is the same."""
+        """Return whether it is still valid: taken while decoding, with the same prompt."""
         return self.num_blocks is None and self.num_prompt_tokens == request.num_prompt_tokens
 
     def num_computed(self, request: Request, block_size: int) -> int:
-        """Return the leading blocks that are computed before the step that is being planned.
+        """Return the number of leading blocks computed before the step that is planned.
 
-        The last token of an answer came out of a step that has computed all those before it.
+        The last output token came from a step that computed all tokens before it.
         """
         if self.num_blocks is not None:
             return self.num_blocks
@@ -67,18 +67,18 @@ class Snapshot:
         given_out: Collection[int],
         gpu: GpuBlocks,
     ) -> tuple[BlockSet, BlockSet]:
-        """Return what it holds that is not stored, when its request has been preempted.
+        """Return its unstored blocks, after its request was preempted.
 
         Args:
-            hashes: of the request, one for each of its blocks.
+            hashes: of the request's blocks.
             places: of the blocks that are computed and were not stored before.
-            given_out: ids of the blocks that were allocated in this step.
-            gpu: tells which group is of sliding windows.
+            given_out: ids of the blocks allocated in this step.
+            gpu: to identify groups with sliding windows.
 
         Returns:
-            Those that can only be stored before the forward, because they were given away in this
-            step or because vLLM has no hash to watch them by, as of many blocks of sliding windows;
-            and those that wait in the queue of free blocks.
+            The blocks that must be stored before the forward pass, because they were reallocated in
+            this step or have no hash that would reveal it (many blocks of sliding windows); and the
+            blocks that are in the free queue.
         """
         lost, waiting = BlockSet(self.group_idx), BlockSet(self.group_idx)
         is_window = gpu.is_window(self.group_idx)
@@ -101,7 +101,7 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots, and finds in them what is not stored.
+    """Takes snapshots, and finds their unstored blocks.
 
     Its state: `RequestState.snapshots`.
 
@@ -127,14 +127,14 @@ class SnapshotTaker:
         state.snapshots = taken
 
     def drop(self, state: RequestState) -> Sequence[Snapshot]:
-        """Return the snapshots of a request, which are not kept any longer."""
+        """Remove and return the snapshots of a request."""
         taken, state.snapshots = state.snapshots, ()
         return taken
 
     def unsaved(
         self, state: RequestState, snapshot: Snapshot, first: int, given_out: Collection[int]
     ) -> tuple[BlockSet, BlockSet]:
-        """Return what a preempted request may store from a block on (see `Snapshot.unsaved`)."""
+        """Return the unstored blocks of a preempted request (see `Snapshot.unsaved`)."""
         block_size = self._geometry.group_block_sizes[snapshot.group_idx]
         end = snapshot.num_computed(state.request, block_size)
         # Coming in vLLM: drafts may have left out the last blocks, which have a hash all the same.

@@ -1,13 +1,13 @@
-"""Stores: from blocks that are worth keeping to slots that can be found, or to nothing.
+"""Stores: from selected blocks to published slots.
 
-What a policy adds (`eager.py`, `lazy.py`) takes its slots at once. All that a step has
-added goes into one store, or two: after the forward if the blocks are still what they were, before
-it if one of them was given away in this step.
+Blocks that a policy adds (`eager.py`, `lazy.py`) get their slots at once. The blocks of a step form
+one store or two: after the forward pass if they are intact, before it if one of them was
+reallocated in this step.
 
-No store holds a reference on a GPU block (I2). While the request runs, its own reference protects
-its blocks; once they are free their bytes stay intact until vLLM gives them to another owner and a
-kernel or a load of a later step writes them. When a block of a store in flight was given away, the
-plan of that step fences the store: nothing of the step may write before the copy has read.
+A store holds no reference on a GPU block (I2). While the request runs, its own reference protects
+its blocks. Once they are free, their bytes stay intact until vLLM reallocates them and a kernel or
+a load of a later step writes them. When a block of a store in flight is reallocated, the plan of
+that step fences the store: nothing of the step may write before the copy has read.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class Stores:
-    """All that may still be stored, stores in flight, and the prefixes that they extend.
+    """Pending stores, stores in flight, and the prefixes that they extend.
 
     Its state, which nothing else changes: the parts that no plan names yet, the stores, those in
-    flight that need no fence yet, how many blocks all of them have, which requests have blocks that
-    found no slots, and `RequestState.prefix`, `.loaded`, `.num_parts` and `.left_over`.
+    flight without a fence, their number of blocks, the requests with blocks that found no slots,
+    and `RequestState.prefix`, `.loaded`, `.num_parts` and `.left_over`.
 
     Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
 
     Args:
-        num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
-            would grow without end.
+        num_blocks_max: of all stores together, as backpressure: the queue would grow without end
+            if blocks came faster than they are copied.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Stores:
     # ---- what to store -------------------------------------------------------------------------
 
     def add(self, blocks: BlockSet, owner: RequestState | None, *, is_intact: bool) -> int:
-        """Store as many blocks as there are free slots and as may be in flight.
+        """Store as many blocks as slots and backpressure allow.
 
         Args:
-            blocks: that the host neither has nor is about to have, in prefix order.
+            blocks: that the host neither has nor is storing, in prefix order.
             owner: the request whose prefix they extend.
-            is_intact: this step writes none of them. Else they may have been given away, and this
-                is the last chance to store them.
+            is_intact: this step writes none of them. Otherwise they may have been reallocated, and
+                this is the last chance to store them.
 
         Returns:
-            How many of the first blocks found a slot.
+            The number of leading blocks that got a slot.
         """
         num_found = len(blocks.blocks)
         if not num_found:
@@ -115,7 +115,7 @@ class Stores:
     def add_whole(
         self, blocks: BlockSet, owners: list[tuple[RequestState, int]], *, is_intact: bool
     ) -> bool:
-        """Store blocks of several requests; False, and none is stored, if not all of them go."""
+        """Store blocks of several requests, all or none; return whether they are stored."""
         count = len(blocks.blocks)
         if count > self.num_blocks_max - self.num_blocks or len(set(blocks.hashes)) < count:
             return False
@@ -132,30 +132,30 @@ class Stores:
         return True
 
     def put_off(self, state: RequestState, blocks: BlockSet) -> None:
-        """Blocks of a request found no slots: keep them for the next time that it is looked at."""
+        """Keep blocks of a request that found no slots until its next check."""
         self.left_over.add(state)
         state.left_over = (*state.left_over, blocks)
 
     def take_left_over(self, state: RequestState) -> Sequence[BlockSet]:
-        """Return what was put off of a request, which is not kept any longer."""
+        """Remove and return the blocks of a request that found no slots."""
         left, state.left_over = state.left_over, ()
         self.left_over.discard(state)
         return left
 
     def keep_left_over(self, kept: Callable[[BlockSet], BlockSet]) -> None:
-        """Keep only a part of what was put off, of each set of blocks what `kept` returns."""
+        """Replace each set of left-over blocks by what `kept` returns for it."""
         for state in list(self.left_over):
             state.left_over = [part for b in state.left_over if (part := kept(b)).blocks]
             if not state.left_over:
                 self.left_over.discard(state)
 
     def rescue(self, blocks: BlockSet) -> None:
-        """Store what a request had computed that was preempted in this step, as far as it goes."""
+        """Store the computed blocks of a request preempted in this step, as far as possible."""
         num_stored = self.add(self.missing(blocks), None, is_intact=False)
         self._counters[Count.RESCUED_BLOCKS] += num_stored
 
     def _begin(self, part: Part, *, is_intact: bool) -> None:
-        """From now on a part is being stored."""
+        """Add a part to the pending stores."""
         blocks = part.blocks
         for owner, _ in part.owners:
             owner.num_parts += 1
@@ -166,14 +166,14 @@ class Stores:
         self.num_blocks += len(part.lease.slots)
 
     def missing(self, blocks: BlockSet) -> BlockSet:
-        """Return those that the host neither has nor is about to have."""
+        """Return the blocks that the host neither has nor is storing."""
         table = self._hits.directory.tables[blocks.group_idx]
         return blocks.keep([block_hash not in table for block_hash in blocks.hashes])
 
     # ---- prefixes of requests ------------------------------------------------------------------
 
     def extend_prefix(self, state: RequestState, present: Sequence[int]) -> None:
-        """Lease what the host has of a request, in the order of its tokens."""
+        """Lease the host's blocks of a request, in the order of its tokens."""
         prefix, loaded, state.loaded = state.prefix, state.loaded, None
         if loaded is not None:
             known = set(loaded.slots)
@@ -190,7 +190,7 @@ class Stores:
             self._leases.extend(prefix, present)
 
     def load_landed(self, state: RequestState, lease: Lease) -> None:
-        """A request has loaded something: what is leased becomes part of its prefix."""
+        """Add the leased slots of a load to the prefix of its request."""
         if state.finished:
             lease.release()
         else:
@@ -205,14 +205,14 @@ class Stores:
         state.loaded = state.prefix = None
 
     def end(self, state: RequestState) -> None:
-        """A request has ended: release its prefix, unless it is still being extended."""
+        """Release the prefix of an ended request, unless a store still extends it."""
         if not state.num_parts:
             self._release_whole(state)
 
     def _release_whole(self, state: RequestState) -> None:
-        """Release the prefix of a request that has ended, with all that its hits need.
+        """Release the whole prefix of an ended request.
 
-        What they do not need goes first: windows and states that are spare.
+        Windows and states that its hits do not need are evicted first.
         """
         prefix = None
         if not self._hits.geometry.is_plain:
@@ -231,15 +231,14 @@ class Stores:
         early_written: Callable[[SchedulerOutput], Collection[int]],
         output: SchedulerOutput,
     ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
-        """Turn what was added since the last `sent` into stores, and see which need a fence.
+        """Turn the parts added since the last `sent` into stores, and find those to fence.
 
         Args:
-            early_written: tells which blocks the workers write before they can honour a fence of
-                a step; a store that reads one of them fails instead.
+            early_written: returns the blocks that the workers write before they can honour a fence
+                of the step; a store that reads one of them fails instead.
 
         Returns:
-            The stores before the forward, those after it, and the ids of those that the writes of
-            this step must wait for.
+            The stores before the forward pass, those after it, and the ids of the fenced stores.
         """
         exposed, intact = self._exposed, self._intact
         fenced = []
@@ -280,14 +279,14 @@ class Stores:
         return store
 
     def sent(self) -> None:
-        """The workers have been told of the new stores."""
+        """The plan with the new stores has been sent to the workers."""
         self.ledger.sent()
         self._exposed, self._intact = [], []
 
     # ---- the workers have reported -------------------------------------------------------------
 
     def settle(self, store: Store) -> None:
-        """Every rank has reported a store: publish it if it went well."""
+        """Publish a store that every rank has reported, unless it failed."""
         self.ledger.remove(store)
         self._unfenced.pop(store.transfer_id, None)
         directory = self._hits.directory
@@ -306,7 +305,7 @@ class Stores:
             self._return_slots(part)
 
     def _return_slots(self, part: Part) -> None:
-        """Hand the slots of a part to its owners' prefixes, or let them go."""
+        """Add the slots of a part to its owners' prefixes, or release them."""
         self.num_blocks -= len(part.blocks.blocks)
         ended = []
         shares: list[tuple[int, Lease | None]] = []
@@ -325,17 +324,17 @@ class Stores:
     # ---- what went wrong -----------------------------------------------------------------------
 
     def reset(self) -> None:
-        """None of those in flight is published, so that none needs a fence any more."""
+        """Publish none of the stores in flight; they need no fences any more."""
         self._unfenced.clear()
 
     def fail_all(self) -> None:
-        """What is being stored is wrong: publish none of it. So none needs a fence."""
+        """Publish none of the present stores, whose contents are wrong; none needs a fence."""
         self._unfenced.clear()
         for store in self.ledger.in_flight.values():
             store.fail()
 
     def lose_hashes(self, block_ids: Collection[int]) -> None:
-        """Blocks have lost their hashes, as what is in them may be wrong: publish none of them."""
+        """Publish no store of blocks that have lost their hashes: their contents may be wrong."""
         self.keep_left_over(
             lambda left: left.keep([block.block_id not in block_ids for block in left.blocks])
         )
@@ -353,7 +352,7 @@ class Stores:
                     self._forget(part)
 
     def forget_unplanned(self) -> None:
-        """Store nothing of what no plan names yet."""
+        """Drop the parts that no plan names yet."""
         self._drop_left_over()
         for part in (*self._exposed, *self._intact):
             self._forget(part)
@@ -368,10 +367,10 @@ class Stores:
         self._return_slots(part)
 
     def give_up(self, book: Iterable[RequestState]) -> None:
-        """After an internal error: publish nothing, forget each store that no worker copies.
+        """After an internal error, publish nothing and drop each store that no worker copies.
 
         Args:
-            book: the requests of vLLM, which have no prefix any more.
+            book: vLLM's requests, which lose their prefixes.
         """
         gone = [*self._exposed, *self._intact]
         for store in self.ledger.give_up():
@@ -399,19 +398,19 @@ class Stores:
 
     @property
     def has_work(self) -> bool:
-        """Whether a store is in flight, or waits for a plan that it must be in."""
+        """Return whether a store is in flight, or must be in the next plan."""
         return bool(self.ledger.in_flight or self._exposed)
 
     @property
     def num_exposed(self) -> int:
-        """Parts that the next plan must name, because their blocks may be given away."""
+        """The number of parts that the next plan must name: their blocks may be reallocated."""
         return len(self._exposed)
 
     def check_invariants(self) -> None:
-        """A store that is not fenced still owns the bytes of its blocks.
+        """Check that the blocks of each store without a fence are intact.
 
         Raises:
-            InvariantError: a store in flight reads a block that was given away, without a fence.
+            InvariantError: a store in flight reads a reallocated block without a fence.
         """
         for store in self._unfenced.values():
             if store.given_away():
