@@ -1,14 +1,13 @@
-"""Which loads may hold GPU blocks at one time, so that no two of them wait for each other.
+"""Admission of loads: deadlock avoidance among requests that hold GPU blocks for a load.
 
 A request that waits for its load, or whose load has landed, holds GPU blocks and cannot be
-preempted. When it goes on it needs more blocks, and vLLM looks at such requests in order and stops
-at the first for which there are too few. If two of them hold so much that neither can go on,
-nothing moves again. vLLM 0.32.0 has a check against it, which counts too few blocks for sliding
-windows: it caps what a request needs and then takes off the null blocks of its table too
-(Scheduler._inflight_prefill_reserved_blocks). So with such groups the connector reports a hit only
-if every request that holds blocks for a load could still go on were it the next, also if its load
-fails: then vLLM takes its blocks away, and it begins again at its first token, before the others
-in the queue.
+preempted. It needs more blocks to continue, and vLLM considers such requests in order and stops at
+the first for which there are too few. If two of them hold so many that neither can continue, the
+engine hangs. vLLM 0.32.0 has a check, which counts too few blocks for sliding windows: it caps the
+blocks that a request needs and then subtracts the null blocks of its table, too
+(Scheduler._inflight_prefill_reserved_blocks). So with such groups, a hit is reported only if every
+request that holds blocks for a load could still be scheduled next, also after its load fails: vLLM
+then frees its blocks, and it restarts at its first token, before the others in the queue.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2
-"""Blocks of each group that a request may need beside those of its tokens: one for draft tokens,
-one for a copy of a shared block."""
+"""Blocks per group that a request may need in addition to those of its tokens: one for draft
+tokens, one for a copy of a shared block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Need:
 
     Attributes:
         held: while it waits.
-        missing: beside those, to be computed from its first token to the end of its prompt.
+        missing: further blocks to compute it from its first token to the end of its prompt.
     """
 
     held: int
@@ -41,13 +40,13 @@ class Need:
 
 
 class Admission:
-    """The requests that hold GPU blocks for a load, where that is not full attention alone.
+    """The requests that hold GPU blocks for a load, for models with more than full attention.
 
-    Its state: `RequestState.need` of each, how many there are, how much they hold together, and a
-    heap of them, who misses most first.
+    Its state: `RequestState.need` of each, their number, the blocks that they hold together, and a
+    heap of them by missing blocks, the largest number first.
 
-    Bound: the requests that vLLM has, and twice as many entries of the heap. That of a holder which
-    has gone is left until it comes first, or too many are.
+    Bound: the requests that vLLM has, and twice as many heap entries: the entry of a released
+    request is removed when it comes first, or when there are too many.
     """
 
     def __init__(self, geometry: GroupGeometry, num_gpu_blocks: int) -> None:
@@ -62,10 +61,10 @@ class Admission:
         return f"Admission({self.num_holders} hold blocks)"
 
     def admits(self, state: RequestState, num_tokens: int) -> bool:
-        """Whether a request may hold the blocks of its first `num_tokens` tokens.
+        """Return whether a request may hold the blocks of its first `num_tokens` tokens.
 
-        A request that is the only one may: whatever else holds blocks can be preempted. Not to be
-        asked where full attention is all there is: vLLM's own check counts right there.
+        A single holder always may: all other requests can be preempted. Not needed for full
+        attention alone, where vLLM's own check counts correctly.
         """
         old = state.need
         if old is not None:
@@ -85,7 +84,7 @@ class Admission:
         self._hold(state, self._need(state, num_tokens))
 
     def release(self, state: RequestState) -> None:
-        """A request goes on, or has ended; of others nothing changes."""
+        """A request continues or has ended; does nothing for one that is no holder."""
         need, state.need = state.need, None
         if need is not None:
             self.num_holders -= 1
@@ -101,7 +100,7 @@ class Admission:
         heappush(self._by_missing, (-need.missing, next(self._entry_ids), state, need))
 
     def _most_missing(self) -> int:
-        """Return the most blocks that one of the holders misses."""
+        """Return the maximum number of missing blocks of a holder."""
         while not self._is_valid(*self._by_missing[0]):
             heappop(self._by_missing)
         return self._by_missing[0][3].missing

@@ -1,11 +1,11 @@
-"""Where vLLM keeps windows and states of a prompt, so that others and the host find them there.
+"""Boundaries: positions of a prompt at which vLLM retains windows and states for later hits.
 
-By default vLLM hashes of sliding windows and Mamba states what a hit at the end of a prompt needs,
-and at one boundary more, `Request.shared_prefix_boundary`: where the GPU has attention without gaps
-and no windows, so that prompts have parted there. What is hashed is stored, as everything is.
-The host knows more prompts than the GPU, and has room for more. So this moves the boundary of a
-request: to where it leaves prompts that the host saw or that are here, to where its load ends, and,
-where nothing is known, to one position after another of the prompt and of the answer.
+By default, vLLM hashes the windows and Mamba states that a hit at the end of a prompt needs, and
+those at one earlier boundary, `Request.shared_prefix_boundary`: where the GPU has full attention
+but no windows, because prompts diverged there. Hashed blocks are stored on the host. The host knows
+more prompts than the GPU and has more room. So this module moves the boundary of a request: to
+where it diverges from prompts that the host has or that are being served, to the end of its load,
+and, without such knowledge, from position to position through prompt and output.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
 
 SHARE_MAX = 4
-"""Positions are so far apart that their windows take at most a fourth of what the rest takes."""
+"""Minimum distance of positions: their windows take at most a quarter of the other blocks."""
 STEPS_PER_STATE = 2
-"""vLLM ends a step at a boundary where there are states: at most one step more in so many."""
+"""With states, vLLM ends a step at a boundary: at most one more step in this many."""
 
 
 class Boundary(NamedTuple):
-    """Where windows and states of a request are kept.
+    """The boundaries of a request.
 
     Attributes:
-        num_found: tokens that vLLM found at the last look-up.
-        own: where it keeps them on its own account; 0 for nowhere.
-        moved: where it keeps them on ours, and was not seen to have done so.
+        num_found: tokens of vLLM's own hit at the last lookup.
+        own: vLLM's own boundary; 0 for none.
+        moved: the connector's boundary, until vLLM has retained the blocks there.
     """
 
     num_found: int
@@ -51,17 +51,17 @@ class Boundaries:
     Bound: the logarithm of the length of each request that vLLM has.
 
     Args:
-        coordinator: of vLLM, over any pool.
-        num_step_tokens: the most that a step computes.
+        coordinator: vLLM's, over any pool.
+        num_step_tokens: the maximum number of tokens of a step.
 
     Attributes:
-        every: positions are multiples of so many tokens; 0 for none.
-        blocks_per_hash: that attention without gaps takes for each hash of a request.
-        needs: of each other group the blocks that a hit needs at its end, and the hashes of one.
-        num_dropped_tokens: of the last block that a hit finds, which vLLM drops for EAGLE drafts.
-        num_step_blocks: the most blocks that a step may allocate for its tokens.
+        every: positions are multiples of this number of tokens; 0 for none.
+        blocks_per_hash: blocks of full attention per hash of a request.
+        needs: by other group, the blocks that a hit needs at its end, and hashes per block.
+        num_dropped_tokens: of a hit's last block, which vLLM drops for EAGLE drafts.
+        num_step_blocks: the maximum number of blocks that a step may allocate for its tokens.
         last: its state, with `RequestState.marks` and `.boundary`: by some hashes of each request,
-            the last one that has each.
+            the last request with that hash.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
@@ -99,7 +99,7 @@ class Boundaries:
         self.last: dict[bytes, RequestState] = {}
 
     def see(self, state: RequestState) -> None:
-        """A request comes: note where it parts from the one here that it shares most with."""
+        """Find where a new request diverges from the present one with the longest shared prefix."""
         hashes = state.request.block_hashes
         # Each hash says that all before it are equal too, so those after 1, 2, 4, ... tell which.
         marks = [hashes[(1 << power) - 1] for power in range(len(hashes).bit_length())]
@@ -126,14 +126,14 @@ class Boundaries:
         state.marks = ()
 
     def look_up(self, state: RequestState, num_computed_tokens: int) -> None:
-        """VLLM has looked up what its own cache has of a request, and set its boundary."""
+        """Record vLLM's own hit and boundary of a request after a lookup."""
         state.boundary = Boundary(num_computed_tokens, kept_boundary(state.request))
 
     def keep(self, state: RequestState, boundary: int, num_computed_tokens: int = 0) -> bool:
-        """Move the boundary of a request, unless vLLM's own would be missed.
+        """Move the boundary of a request, unless that would displace vLLM's own.
 
         Returns:
-            Whether it is where it should be.
+            Whether it is at that position now.
         """
         num_found, own, moved = state.boundary or NOWHERE
         reach = boundary + self._num_step_tokens + self._span
@@ -147,13 +147,13 @@ class Boundaries:
         return can_keep
 
     def part(self, state: RequestState, parted_at: int) -> None:
-        """A request computes beyond where others left it."""
+        """Record that a request computes beyond a point of divergence."""
         boundary = max(parted_at, kept_boundary(state.request))
         self.keep(state, boundary)
         state.ends_hits_at(boundary)
 
     def end(self, load: Load, parted_at: int) -> None:
-        """A load begins: others go on where it ends, or its request leaves others later."""
+        """A load begins: move the boundary to its end, or to a later point of divergence."""
         load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
         end = load.end_hash * self._hash_block_size
         near = [one for one in load.owner.hit_ends if end < one <= end + self._num_step_tokens]
@@ -164,7 +164,7 @@ class Boundaries:
         self.part(load.owner, max(end, parted_at, *near))
 
     def move(self, state: RequestState, num_computed_tokens: int) -> None:
-        """A request computes on: keep what comes next with its whole window."""
+        """Move the boundary of a running request to the next position with a whole window."""
         request = state.request
         if not self.every or kept_boundary(request) > num_computed_tokens:
             return
@@ -178,10 +178,10 @@ class Boundaries:
     def extras(
         self, state: RequestState, num_computed_tokens: int
     ) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield where blocks are that vLLM hashes on our account, since this was asked last.
+        """Yield the places of blocks that vLLM hashes for the connector, since the last call.
 
         Returns:
-            The boundary, the group and places in its block table.
+            The boundary, the group and the places in its block table.
         """
         num_found, own, moved = state.boundary or NOWHERE
         if not moved:
@@ -201,7 +201,7 @@ class Boundaries:
                 yield boundary, group_idx, [p for p, k in zip(places, kept, strict=True) if not k]
 
     def ends(self, num_tokens: int) -> Iterator[tuple[int, range]]:
-        """Yield of each group with windows or states which blocks a hit needs that ends there."""
+        """Yield by group with windows or states the blocks that a hit with this end needs."""
         for group_idx, size, need in self._ends:
             end = num_tokens // size
             yield group_idx, range(max(0, end - need), end)

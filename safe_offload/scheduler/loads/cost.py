@@ -1,16 +1,16 @@
-"""Whether a hit is worth loading: only if that is expected to be faster than computing it.
+"""The cost model: a hit is loaded only if that is expected to be faster than computing it.
 
-A load costs a few steps that wait for one another, whatever its size, and then its bytes; computing
-costs the tokens. Where the one overtakes the other depends on model, machine and load, so both are
-measured while requests are served: the time of a step by the tokens computed in it, and the time of
-a load by its tokens. Both are taken from plan to plan: that is what a request feels, queues, steps
-in between and vLLM's pauses included. There is no clock in here: times are handed in.
+A load costs a fixed number of steps, and time for its bytes; computing costs time for its tokens.
+The break-even depends on the model, the machine and the load, so both are measured while requests
+are served: the time of a step by its tokens, and the time of a load by its tokens. Both are
+measured from plan to plan, as a request experiences them: with queueing, other steps and vLLM's
+pauses. There is no clock in this module: callers pass times.
 
-A load delays its own request. Computing lengthens a step for all, and counts for each of them:
-under load, where a load takes a whole step of others' prompts, it is what fills queue and pool.
+A load delays its own request. Computing lengthens a step for all requests, and counts for each:
+under load, where a load takes as long as a step of other prompts, computing fills queue and pool.
 
-Most steps only generate; only those are timed in which a prompt is computed, and what follows from
-them is worked out when a hit is found.
+Most steps only decode; only steps that compute a prompt are timed, and estimates are computed when
+a hit is found.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestBook
 
 KEPT_SAMPLES = 15
-"""Of sizes within a factor of two; their median counts, so that one slow step decides nothing."""
+"""Per power of two of sizes; their median counts, so that a single slow step has no effect."""
 SAMPLES_MIN = 4
-"""Of each kind; before that every hit is offered."""
+"""Of each kind; with fewer, every hit is offered."""
 PROBE_EVERY = 32
-"""One refused hit in 32 is offered all the same, to measure how loads fare now; and the other way
-round unless computing is known to take more than `PROBE_REACH` times as long."""
+"""One refused hit in 32 is loaded, to keep the estimate of loads current; and one offered hit in 32
+is computed, unless that takes more than `PROBE_REACH` times as long."""
 PROBE_REACH = 2.0
 REFRESH_EVERY_MAX = 7
-"""Samples that may come before what follows from them is worked out again; fewer at first."""
+"""Samples between updates of the estimates; fewer at first."""
 FAR = 4
-"""Of steps up to four times the largest that was measured, the smaller ones tell something."""
+"""Extrapolation is valid up to four times the largest measured step."""
 GAUGES_EVERY_MAX = 64
-"""Samples, after which the gauges are worked out again; while there are few, when they double."""
+"""Samples between updates of the gauges; while there are few, when they double."""
 
 
 class Curve:
     """Seconds by size: a moving median for each power of two, straight lines between them.
 
-    More takes no less: where the medians say otherwise, which is noise, their neighbours' mean
-    counts. Below the smallest size that was measured and beyond the largest it goes on like the two
-    next to it. If there is but one, it goes through zero and that, or, where `is_cheap_beyond`,
-    stays level beyond it. Where it is not, beyond `FAR` times the largest it grows with the size:
-    that small ones take equally long says nothing of much larger ones.
+    It never falls: where medians do, which is noise, their weighted mean counts. Outside the
+    measured sizes it is extrapolated from the two nearest. With one size only, it is the line
+    through zero, or, with `is_cheap_beyond`, level beyond that size. Without `is_cheap_beyond`, it
+    is proportional to the size beyond `FAR` times the largest: equal times of small sizes say
+    nothing about much larger ones.
 
     Bound: fifteen samples for each power of two.
     """
@@ -65,7 +65,7 @@ class Curve:
         self.num_samples = 0
 
     def add(self, size: int, seconds: float) -> None:
-        """Note how long something of a size took."""
+        """Record the time of a size."""
         power = size.bit_length()
         kept = self._samples.get(power)
         if kept is None:
@@ -88,7 +88,7 @@ class Curve:
         self._seconds = _never_falling([(seconds, count) for _, seconds, count in medians])
 
     def measured_at(self, size: float) -> float:
-        """Return the seconds of the nearest size that was measured; see `at`."""
+        """Return the seconds of the nearest measured size; see `at`."""
         points = self.points
         if size <= 0 or not points:
             return 0.0
@@ -102,7 +102,7 @@ class Curve:
         return list(zip(self._sizes, self._seconds, strict=True))
 
     def at(self, size: float) -> float:
-        """Return the seconds that a size is expected to take, as of a few samples ago."""
+        """Return the expected seconds of a size, as of a few samples ago."""
         if self.num_samples >= self._refresh_due:
             self._refresh()
         sizes, seconds = self._sizes, self._seconds
@@ -141,13 +141,13 @@ def _never_falling(values: list[tuple[float, int]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A hit, as far as its cost goes.
+    """The costs of a hit.
 
     Attributes:
-        num_tokens: that would be loaded.
+        num_tokens: to be loaded.
         num_tokens_left: to be computed in any case.
-        loading_s: how long ago a load of another request began that brings them; it costs what is
-            left of it, however many wait for it. None for a load of its own.
+        loading_s: the age of another request's load of these tokens, which costs its remaining
+            time only; None for a load of its own.
     """
 
     num_tokens: int
@@ -163,15 +163,14 @@ NOTHING_MEASURED: dict[str, float] = {
 
 
 class Costs:
-    """What loads and steps have taken, and what follows from it.
+    """Measured times of loads and steps, and estimates from them.
 
     Bound: the requests of one step, and the loads that have landed in it.
 
     Args:
-        min_load_tokens: offer the hits of at least this many tokens; None to go by what was
-            measured.
-        num_step_tokens_max: a step computes no more.
-        book: the requests, to see how many there are; None if there is only ever one.
+        min_load_tokens: offer hits of at least this many tokens; None to use the measurements.
+        num_step_tokens_max: the maximum number of tokens of a step.
+        book: the requests, for their number; None if there is only one.
     """
 
     def __init__(
@@ -194,21 +193,21 @@ class Costs:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether what steps and loads take decides anything."""
+        """Return whether measurements have any effect."""
         return self._min_load_tokens is None
 
     @property
     def offers_all(self) -> bool:
-        """Whether every hit pays."""
+        """Return whether every hit is offered."""
         return self._min_load_tokens == 0
 
     @property
     def knows_steps(self) -> bool:
-        """Whether it is known what computing takes, if only of one step."""
+        """Return whether any compute time has been measured."""
         return self.is_measuring and self.steps.num_samples > 0
 
     def pays(self, offer: Offer) -> bool:
-        """Whether a hit is to be offered, or another's load to be waited for."""
+        """Return whether to offer a hit, or to wait for another request's load."""
         if self._min_load_tokens is not None:
             return offer.num_tokens >= self._min_load_tokens
         if min(self.steps.num_samples, self.loads.num_samples) < SAMPLES_MIN:
@@ -224,25 +223,25 @@ class Costs:
 
     @property
     def num_delayed(self) -> int:
-        """Return how many requests computing delays: all, those that run too."""
+        """Return the number of requests that computing delays: all, including running ones."""
         return max(1, self._book.num_live) if self._book else 1
 
     def load_s(self, offer: Offer) -> float:
-        """Return the seconds until the tokens of a hit are expected to be there.
+        """Return the expected seconds until the tokens of a hit are loaded.
 
-        A load that is late is expected to take as long again as it is late.
+        A late load is expected to take as long again as it is late.
         """
         expected_s = self.loads.at(offer.num_tokens)
         return expected_s if offer.loading_s is None else abs(expected_s - offer.loading_s)
 
     def compute_s(self, offer: Offer) -> float:
-        """Return the seconds that computing them would add to what is computed in any case."""
+        """Return the seconds that computing a hit's tokens would add."""
         return self._added_s(offer, self.steps.at)
 
     def saved_s(self, offer: Offer) -> float:
-        """Return the seconds that computing them would have added at least.
+        """Return a lower bound of the seconds that computing them would have added.
 
-        A step larger than all that were measured counts as the largest of these.
+        A step larger than all measured ones counts as the largest of these.
         """
         return self._added_s(offer, self.steps.measured_at)
 
@@ -255,7 +254,7 @@ class Costs:
         return num_full * step_s(self._num_step_tokens_max) + step_s(num_rest)
 
     def gauges(self) -> dict[str, float]:
-        """Return what was measured, a few samples ago; see `observe.metrics.GAUGES`."""
+        """Return the measurements, as of a few samples ago; see `observe.metrics.GAUGES`."""
         num_samples = self.steps.num_samples + self.loads.num_samples
         if self.is_measuring and num_samples >= self._gauges_due:
             self._gauges_due = num_samples + min(num_samples, GAUGES_EVERY_MAX)
@@ -269,9 +268,9 @@ class Costs:
 
     @property
     def _knows_speed(self) -> bool:
-        """Whether the largest steps tell how fast what is loaded would be computed.
+        """Return whether the largest measured steps are representative of computing a hit.
 
-        Where only the tails of hits are computed, a token of theirs takes many times as long.
+        If only the tails of hits are computed, their tokens take many times as long.
         """
         steps, loads = self.steps.points, self.loads.points
         needed = min(loads[-1][0], self._num_step_tokens_max) if loads else 0
@@ -284,25 +283,25 @@ def rate(points: list[tuple[float, float]]) -> int:
 
 
 WAIT_SHARE = 0.08
-"""Of the time that computing takes, a request may wait in vain for a tier. It may take a tenth
-longer; the rest is for what the estimate is wrong by."""
+"""Share of the compute time that a request may wait for a tier in vain. The limit is a tenth; the
+rest is a margin for the estimate."""
 SURE_SHARE = 0.95
-"""Of what is expected to be saved by what has come; the estimate may be wrong by the rest."""
+"""Share of the expected savings of what has arrived; the rest is a margin for the estimate."""
 WAIT_SLACK_S = 0.01
 
 NOTHING_FETCHED: dict[str, float] = {"fetch_bytes_per_second": 0, "fetch_latency_seconds": 0}
 
 
 class TierCosts:
-    """What probes and fetches have taken, and what follows from it.
+    """Measured times of probes and fetches, and estimates from them.
 
-    The curves are by keys asked for and by slots filled, from the plan that names them to the one
+    The curves are by number of keys and by filled slots, from the plan that names them to the one
     after their last report.
 
     Bound: a curve for each tier.
 
     Args:
-        num_tiers: the nearest first; a fetch counts for the farthest that it comes from.
+        num_tiers: the nearest first; a fetch counts for the farthest tier that it reads.
     """
 
     def __init__(self, costs: Costs, num_tiers: int) -> None:
@@ -317,30 +316,30 @@ class TierCosts:
         return f"TierCosts({[curve.num_samples for curve in self._fetches]} fetches)"
 
     def add_probe(self, num_keys: int, seconds: float) -> None:
-        """Note how long an answer took."""
+        """Record the time of a probe."""
         self._probes.add(num_keys, seconds)
 
     def add_fetch(self, tier: int, num_slots: int, seconds: float) -> None:
-        """Note how long a fetch took."""
+        """Record the time of a fetch."""
         self._fetches[tier - 1].add(num_slots, seconds)
 
     def probe_pays(self, offer: Offer, num_slots: int) -> bool:
-        """Whether to ask tiers for what they bring at best, which fills this many slots."""
+        """Return whether to probe tiers for blocks that would fill this many slots."""
         return any(
             self._pays(offer, fetch_s + self._probes.at(num_slots))
             for fetch_s in [curve.at(num_slots) for curve in self._fetches]
         )
 
     def fetch_pays(self, offer: Offer, num_slots: int, tier: int) -> bool:
-        """Whether this many slots are to be filled from a tier, and hit then."""
+        """Return whether to fetch this many slots from a tier."""
         return self._pays(offer, self._fetches[tier - 1].at(num_slots))
 
     def is_soon(self, offer: Offer, num_slots: int, tier: int, waited_s: float) -> bool:
-        """Whether slots are sure to be filled while a request may wait in vain.
+        """Return whether slots are certain to be filled within a request's wait limit.
 
         Args:
             tier: the farthest that they come from.
-            waited_s: by the request until now.
+            waited_s: by the request so far.
         """
         fetches, limit_s = self._fetches[tier - 1], self.wait_max_s(offer, 0.0)
         if limit_s is None:
@@ -348,7 +347,7 @@ class TierCosts:
         return fetches.num_samples > 0 and fetches.at(num_slots) <= (limit_s - waited_s) / 2
 
     def tries_all_the_same(self) -> bool:
-        """Whether to fetch what does not pay, which is done now and then to measure it anew."""
+        """Return whether to fetch although it does not pay, to keep the estimates current."""
         self._num_refused += self._costs.is_measuring
         return self._num_refused % PROBE_EVERY == PROBE_EVERY - 1
 
@@ -361,16 +360,16 @@ class TierCosts:
         return tier_s + costs.load_s(offer) <= costs.compute_s(offer)
 
     def wait_max_s(self, offer: Offer, share: float) -> float | None:
-        """Return how long a request may wait in all for what a tier could bring it.
+        """Return the wait limit of a request for a tier.
 
-        It loads the part that has come, and computes the rest if it goes on: so whenever a tier
-        stalls, the request takes little longer than without it.
+        At the limit, it loads the part that has arrived and computes the rest, so a stalled tier
+        delays the request only a little.
 
         Args:
-            share: the part of it that has come.
+            share: the part that has arrived.
 
         Returns:
-            None as long as it is not known what computing takes.
+            None while no compute time is known.
         """
         if not self._costs.knows_steps:
             return None
@@ -380,7 +379,7 @@ class TierCosts:
         return SURE_SHARE * max(0.0, saved_s) + WAIT_SHARE * compute_s + WAIT_SLACK_S
 
     def gauges(self, slot_bytes: int) -> dict[str, float]:
-        """Return what was measured of the slowest tier; see `observe.metrics.GAUGES`."""
+        """Return the measurements of the slowest tier; see `observe.metrics.GAUGES`."""
         num_samples = sum(curve.num_samples for curve in self._fetches)
         if num_samples != self._gauges_of:
             self._gauges_of = num_samples
@@ -393,15 +392,15 @@ class TierCosts:
 
 
 class StepWatch:
-    """From the times at which steps are planned to what steps and loads take.
+    """Measures steps from the times of their plans.
 
-    With n steps in flight, the next is planned when the first of them has ended. That is so while
-    the engine is busy: steps that follow one another have a request in common. Otherwise the time
-    between them says nothing. One step is timed at a time.
+    With n steps in flight, the next is planned when the first of them has ended. This holds while
+    the engine is busy, when consecutive steps have a request in common; otherwise the time between
+    them is meaningless. One step is timed at a time.
 
     Args:
-        num_in_flight: steps that the engine has in flight while it is busy.
-        num_decode_tokens_max: of a request in a step that computes no prompt of it.
+        num_in_flight: steps that a busy engine has in flight.
+        num_decode_tokens_max: per request in a step that computes no prompt of it.
     """
 
     def __init__(self, costs: Costs, num_in_flight: int, num_decode_tokens_max: int) -> None:
@@ -413,7 +412,7 @@ class StepWatch:
         self.last_planned_s = 0.0
 
     def planned(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
-        """A step is planned, at a time of a clock that never goes back."""
+        """A step is planned at this time of a monotonic clock."""
         costs, scheduled = self._costs, scheduler_output.num_scheduled_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         computes_prompt = (
