@@ -1,4 +1,4 @@
-"""From a prompt to a load: hits, the cost model, shared loads, admission.
+"""Hits and loads: the search, the cost model, shared loads, admission.
 
 Imports cache. Door: `loads.Loads`.
 """

@@ -1,9 +1,8 @@
-"""vLLM's hit rules over what the host holds.
+"""vLLM's hit rules, applied to the host's blocks.
 
 The rules of hybrid models (full attention, sliding window, chunked local, Mamba states, MLA, the
-block that EAGLE drops) belong to vLLM: its own cache coordinator runs over the host's slots, so
-that a change of those rules touches one file here. Only the rules of full attention and of windows
-are here too, because they can do without a call for each block.
+block that EAGLE drops) belong to vLLM: its own cache coordinator runs over the host's slots. Only
+the rules of full attention and of windows are implemented here, too, without a call per block.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 
 
 NO_SLOT = -1
-"""Stands in a hit for a block that its group does not need (a window has slid past it)."""
+"""In a hit, for a block that its group does not need (a window has slid past it)."""
 
 
 def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
-    """Return the items whose marker, in the same place, is not `null`.
+    """Return the items whose marker at the same index is not `null`.
 
-    A window leaves thousands of nulls at the head and none after it, so that is looked at first.
+    A window leaves thousands of nulls at the head and none after it, so that case comes first.
     """
     num_nulls = markers.count(null)
     if num_nulls and null in markers[num_nulls:]:
@@ -44,17 +43,17 @@ def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A run of tokens that the host can deliver, after those that the GPU has.
+    """A run of tokens that the host has, after those that the GPU has.
 
     Bound: an entry for each block of its request, of each KV cache group.
 
     Attributes:
-        slots_by_group: for each KV cache group, one slot for each block of the run; `NO_SLOT`
-            where the group does not need one.
+        slots_by_group: by KV cache group, one slot per block of the run; `NO_SLOT` where the group
+            does not need one.
         num_tokens: length of the run.
-        num_computed_tokens: tokens before the run, which are on the GPU already.
-        end_max: token of the request at which the run would have ended at the latest.
-        as_of: `Directory.version` and `Directory.num_forgets` when it was found.
+        num_computed_tokens: tokens before the run, which the GPU has.
+        end_max: the upper limit of the run's end, as a token of the request.
+        as_of: `Directory.version` and `Directory.num_forgets` at the search.
         parted_at: see `HostHits.search`.
     """
 
@@ -107,7 +106,7 @@ class FoundAsBlocks:
         self._find_run = finder.find_run
 
     def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[Any] | None:
-        """Return what stands for a block in each group; None if one of them has none."""
+        """Return the slot of a block in each group; None if a group lacks the block."""
         found = []
         for group_idx in group_ids:
             block = self._find(group_idx, block_hash)
@@ -119,7 +118,7 @@ class FoundAsBlocks:
     def find_runs(
         self, block_hashes: Sequence[bytes], group_ids: Iterable[int]
     ) -> tuple[list[Any], ...]:
-        """Return what stands for the first blocks of each group, as many as all groups have."""
+        """Return by group the slots of the leading blocks that all groups have."""
         runs = tuple(self._find_run(group_idx, block_hashes) for group_idx in group_ids)
         num_blocks = min(map(len, runs))
         for run in runs:
@@ -257,9 +256,9 @@ class HostHits:
         """Find the longest run of tokens from `num_computed_tokens` on that the host holds.
 
         Args:
-            block_hashes: the request's, one for each `hash_block_size` tokens.
+            block_hashes: the request's, one per `hash_block_size` tokens.
             num_computed_tokens: tokens that the GPU has.
-            end_max: the run ends at this token of the request at the latest.
+            end_max: the upper limit of the run's end, as a token of the request.
 
         Returns:
             None if there is none, or if it cannot start at `num_computed_tokens`.
@@ -269,8 +268,8 @@ class HostHits:
     def search(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
     ) -> tuple[Hit | None, int]:
-        """Return what `find_hit` does, and up to which token the host has all that full attention
-        needs: there prompts were seen to part. 0 if that is no further than the hit.
+        """Return the result of `find_hit`, and the token up to which the host has full attention:
+        prompts diverged there. 0 if that is not beyond the hit.
         """
         if num_computed_tokens % self._alignment_tokens:
             return None, 0
@@ -298,7 +297,7 @@ class HostHits:
         return found_hit, parted_at
 
     def may_begin(self, block_hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
-        """Whether `find_hit` may find a hit, as far as a look at its first block tells."""
+        """Return whether `find_hit` may find a hit, judged by its first block."""
         if num_computed_tokens % self._alignment_tokens:
             return False
         if self.full_group is None:
@@ -310,7 +309,7 @@ class HostHits:
         """Sort a request's windows and states by whether a hit is known to need them.
 
         Args:
-            ends: tokens at which hits of this request end, beside the ends of prompt and answer.
+            ends: tokens at which hits of this request end, besides the ends of prompt and output.
             slots: that the request holds.
         """
         is_found = map(self._reads_ends.__getitem__, map(self.directory.group_of, slots))
@@ -327,8 +326,8 @@ class HostHits:
     def _read_up_to(self, request: Request, end: int) -> Iterable[int]:
         """Return the windows and states that the longest hit up to a token reads.
 
-        It nearly always ends with the last block, or the last that is computed, and then no search
-        is needed to tell what it reads.
+        It nearly always ends with the last block, or the last computed one, and then needs no
+        search.
         """
         last = end - end % self._block_size
         if self._skips:
@@ -347,10 +346,10 @@ class HostHits:
         return found
 
     def _read_at(self, request: Request, end: int) -> list[int] | None:
-        """Return the windows and states that a hit reads which ends with a block.
+        """Return the windows and states that a hit with this last block reads.
 
         Returns:
-            None if the host does not have them, or not what attention without gaps reads last.
+            None if the host lacks them, or the last block of full attention.
         """
         read: list[Any] = []
         for group_idx, num_skipped in self._skips:
@@ -368,9 +367,9 @@ class HostHits:
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
     ) -> bool:
-        """Whether `find_hit` would find a leased hit again, so that no search is needed.
+        """Return whether `find_hit` would find a leased hit again, so that no search is needed.
 
-        A request that waits at the head of the queue is asked about in every step.
+        vLLM asks in every step for a request at the head of the queue.
         """
         if hit.num_computed_tokens != num_computed_tokens:
             return False
@@ -393,13 +392,13 @@ class HostHits:
     def grown(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
     ) -> tuple[Hit, list[int]] | None:
-        """Let a leased hit begin earlier, because the GPU has lost blocks before it.
+        """Extend a leased hit at its head, because the GPU has lost blocks before it.
 
-        That is what happens to a preempted request while it waits at the head of the queue.
+        This happens to a preempted request while it waits at the head of the queue.
 
         Returns:
-            What `find_hit` would find, and those of its slots that are new, which are its first;
-            None if that takes a search.
+            The result of `find_hit`, and its new slots, which are its first; None if that requires
+            a search.
         """
         num_more = hit.num_computed_tokens - num_computed_tokens
         if num_more <= 0 or num_computed_tokens % self._alignment_tokens:

@@ -1,9 +1,9 @@
-"""Loads: from a leased hit to a request that may run, or to the word that it must recompute.
+"""Loads: from a leased hit to a request that may run, or must be recomputed.
 
-vLLM waits for a load by the id of its request, and what it is told cannot be taken back. So the id
-is told once, when every rank has the bytes. A load that failed anywhere is withheld: the next plan
-announces it to all workers, and each of them reports it as received and failed. That is the only
-way in which vLLM recomputes with several KV cache groups.
+vLLM waits for a load by request id, and a report cannot be revoked. So the id is reported once,
+when every rank has the bytes. A load that failed on any rank is withheld: the next plan announces
+it to all workers, and each of them reports it as received and failed. With several KV cache groups,
+vLLM recomputes only then.
 """
 
 from __future__ import annotations
@@ -29,55 +29,54 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
 
 FAILED_LOADS_MAX = 3
-"""Loads of a request that may fail before it is offered no more hits."""
+"""Failed loads of a request after which it gets no more hits."""
 
 
 Wanted = tuple[Sequence[bytes], int, int]
-"""The hashes of a request, the tokens that the GPU has, and where a hit ends at the latest."""
+"""The hashes of a request, the tokens that the GPU has, and the upper limit of a hit's end."""
 
 
 class Case(enum.Enum):
-    """What comes of it when vLLM asks whether there is a hit, as `Loads` decides."""
+    """The decision of `Loads` when vLLM asks for a hit."""
 
     COMPUTE = 1
     """Its load failed, or its hit did not pay, and it has not run since: no hit."""
     WAIT_ON = 2
-    """Another's load still brings what it needs: vLLM asks again."""
+    """It waits for another request's load, still usefully: vLLM asks again."""
     WAIT_NO_MORE = 3
-    """So it does, but computing is expected to be sooner by now: no hit."""
+    """It waits for such a load, but computing is now expected to be faster: no hit."""
     BEGIN_TO_WAIT = 4
-    """Another's load brings what it would load: vLLM asks again."""
+    """Another request is loading the same blocks: vLLM asks again."""
     MISS = 5
-    """The host has nothing that begins where the GPU's cache ends: no hit."""
+    """The host has no blocks that continue the GPU's hit: no hit."""
     DOES_NOT_PAY = 6
-    """Loading it is expected to take longer than computing: no hit before it has run."""
+    """Loading is expected to take longer than computing: no hit before it has run."""
     POSTPONE = 7
-    """Others hold too many GPU blocks: vLLM asks again while their loads go on; else no hit."""
+    """Others hold too many GPU blocks: vLLM asks again while they load; otherwise no hit."""
     OFFER = 8
     """A new hit, which is leased."""
     HOLD_BACK = 9
-    """The hit that was reported is still the longest, but vLLM found too few blocks, and may have
-    reserved them for one whose load has failed and that holds none now: vLLM asks again."""
+    """The reported hit is still the longest, but vLLM found too few blocks, perhaps because it
+    reserves some for a request whose load has failed and that holds none: vLLM asks again."""
     OFFER_AGAIN = 10
-    """The hit that was reported is still the longest."""
+    """The reported hit is still the longest."""
 
     __hash__ = object.__hash__  # an enum's own is a call
 
 
 Decision = tuple[Case, Hit | None, Load | None, int]
-"""With its hit, the load of another that it waits for or that is not worth it, and, where there is
-no hit, up to where prompts parted (`HostHits.search`)."""
+"""With the hit, the load of another request that is relevant, and, without a hit, the token where
+prompts diverged (`HostHits.search`)."""
 
 
 class LoadProgress:
-    """How far a request has come with its hits and loads; `Loads` alone changes it.
+    """The hits and loads of a request; only `Loads` changes it.
 
     Attributes:
-        hit: the hit that was reported (MATCHED only), under `lease`.
-        must_compute: its load failed, or its hit does not pay; no hit is reported for it before it
-            has run.
-        num_failed: of its loads, over its whole life.
-        has_failed: its load has failed since it ran last.
+        hit: the reported hit (MATCHED only), under `lease`.
+        must_compute: its load failed, or its hit does not pay; it gets no hit before it has run.
+        num_failed: failed loads, over its whole life.
+        has_failed: a load has failed since it last ran.
         wait: for loads of others.
     """
 
@@ -92,15 +91,15 @@ class LoadProgress:
 
 
 class Loads:
-    """Hits, loads that are planned or in flight, and failures that vLLM has not been told.
+    """Hits, loads that are planned or in flight, and failures to be announced.
 
-    Its state: the loads, `RequestState.load`, and the requests whose failure is still to be
-    announced. Nothing else changes it.
+    Its state: the loads, `RequestState.load`, and the requests whose failure is to be announced.
+    Nothing else changes it.
 
     Bound: the requests that vLLM has.
 
     Attributes:
-        holders: requests of which vLLM may hold blocks for a load that is over. Read only outside.
+        holders: requests for which vLLM may hold blocks of a finished load. Read only outside.
     """
 
     def __init__(  # noqa: PLR0913
@@ -138,7 +137,7 @@ class Loads:
         """Find and lease the longest hit of a waiting request (I1).
 
         Returns:
-            Its tokens; None if it waits for loads of other requests (see `shared_loads`).
+            Its tokens; None while it waits for loads of other requests (see `shared_loads`).
         """
         request, progress = state.request, state.load
         wait = progress.wait
@@ -171,9 +170,9 @@ class Loads:
         return self._act(state, decision, num_computed_tokens, now_s)
 
     def _decide(self, state: RequestState, wanted: Wanted, now_s: float) -> Decision:
-        """Tell which `Case` a request is, which hit it has and which load it may wait for.
+        """Return the `Case` of a request, its hit and the load that it may wait for.
 
-        Nothing is changed, but that `Costs` counts what does not pay, of which it tries some.
+        Changes nothing, except that `Costs` counts refused hits, of which it tries some.
         """
         progress = state.load
         if progress.must_compute:
@@ -220,7 +219,7 @@ class Loads:
     def _act(
         self, state: RequestState, decision: Decision, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """Do what was decided; return the answer to vLLM."""
+        """Carry out the decision; return the answer to vLLM."""
         case, hit, load, parted_at = decision
         progress = state.load
         if load is not None:  # which is not waited for again
@@ -257,7 +256,7 @@ class Loads:
         return 0
 
     def drop_hit(self, state: RequestState) -> None:
-        """Give up a reported hit that is not turned into a load."""
+        """Drop a reported hit that does not become a load."""
         progress = state.load
         if progress.lease is not None:
             progress.lease.release()
@@ -268,9 +267,9 @@ class Loads:
     def _find_unsearched(
         self, wait: Wait, request: Request, wanted: Wanted
     ) -> tuple[Load | None, int]:
-        """Return the load to wait for and the tokens of the hit; None and -1: a search must tell.
+        """Return the load to wait for and the tokens of the hit; None and -1 require a search.
 
-        In a burst of requests with one long prefix, a search by each would look at all of it.
+        In a burst of requests with one long prefix, each search would cover the whole prefix.
         """
         hashes, num_computed_tokens, _ = wanted
         for load in self._shared_loads.candidates(wait, request, num_computed_tokens):
@@ -284,11 +283,11 @@ class Loads:
     def _num_found(
         self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
     ) -> int:
-        """Return how long a hit is at least, by what another request loads; 0: only a search tells.
+        """Return a lower bound of a hit's tokens from another request's load; 0 if unknown.
 
-        Its slots are leased, so that a search finds what it found for the other, if the hit may end
-        where the two part: with windows or states it may only end where the load does. A search
-        drops the last block that it finds where there are EAGLE drafts.
+        The load's slots are leased, so a search would find them, if the hit may end where the two
+        prompts diverge: with windows or states, it may only end where the load does. With EAGLE
+        drafts, a search drops the last block.
         """
         if load.failure is not None or not self._hits.may_begin(hashes, num_computed_tokens):
             return 0
@@ -307,10 +306,10 @@ class Loads:
         num_tokens_max: int,
         now_s: float,
     ) -> bool:
-        """Whether a load is expected to bring what a request needs before it could be computed.
+        """Return whether another's load is expected to be faster than computing its tokens.
 
         Args:
-            num_tokens_max: the most that the request has a use for after those that the GPU has.
+            num_tokens_max: the maximum that the request can use after those that the GPU has.
         """
         num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
@@ -319,13 +318,13 @@ class Loads:
         return self._costs.pays(Offer(num_tokens, num_left, loading_s))
 
     def _has_no_hit(self, state: RequestState, num_computed_tokens: int, parted_at: int) -> None:
-        """Keep windows or states where a hit might have begun."""
+        """Let vLLM retain windows or states where a hit might have begun."""
         state.ends_hits_at(num_computed_tokens)
         self._boundaries.part(state, parted_at)
         self._boundaries.move(state, num_computed_tokens)
 
     def _renew_hit(self, state: RequestState, hit: Hit, wanted: Wanted) -> None:
-        """Let a reported hit that is not the longest any more grow at its head, or drop it."""
+        """Extend a reported hit that is no longer the longest at its head, or drop it."""
         progress = state.load
         grown = self._hits.grown(hit, *wanted)
         if grown is None or progress.lease is None:
@@ -344,8 +343,7 @@ class Loads:
     ) -> None:
         """Turn the request's hit into a load of its first `num_tokens` tokens.
 
-        vLLM waits for it from now on, so that whatever is wrong with it ends in a failure that is
-        announced.
+        vLLM waits for it from now on, so any problem becomes an announced failure.
         """
         progress = state.load
         hit, lease = progress.hit, progress.lease
@@ -389,12 +387,11 @@ class Loads:
         blocks_by_group: Sequence[Sequence[KVCacheBlock]],
         num_tokens: int,
     ) -> tuple[list[int], list[int]]:
-        """Return ids of GPU blocks and of their host slots, for the first tokens of a hit.
+        """Return the GPU block ids and host slots of the first tokens of a hit.
 
         Returns:
-            Empty if the hit cannot fill every block that vLLM allocated for these tokens: loading
-            the rest would leave bytes in the window of attention that nothing wrote (I6). And if it
-            ends elsewhere than the Mamba state that it brings.
+            Empty if the hit cannot fill every block that vLLM allocated for these tokens, as
+            attention would read unwritten bytes (I6); or if it does not end at its Mamba state.
         """
         if hit is None or num_tokens > hit.num_tokens:
             return [], []
@@ -420,7 +417,7 @@ class Loads:
         return all_block_ids, all_slots
 
     def compute(self, state: RequestState) -> None:
-        """A request goes on without a load: it may be offered hits and loads again."""
+        """A request runs without a load: it may get hits and loads again."""
         if self._admission.num_holders:
             self._admission.release(state)
         progress = state.load
@@ -434,10 +431,10 @@ class Loads:
             progress.wait.unstick()
 
     def compute_next(self, state: RequestState) -> None:
-        """vLLM was told that its load, or another connector's, failed: no hit before it has run.
+        """A failed load was reported, this connector's or another's: no hit before it has run.
 
-        The same might be unusable again, and vLLM 0.32.0 counts what it has reserved for the first
-        load of a request against its second, which in a small pool then never begins.
+        The hit might be unusable again. And vLLM 0.32.0 counts blocks reserved for the first load
+        of a request against its second, which would never start in a small pool.
         """
         progress = state.load
         progress.must_compute = True
@@ -447,11 +444,11 @@ class Loads:
             self.holders.add(state)
 
     def waits_for_failed(self) -> bool:
-        """Whether vLLM holds blocks of a request whose load has failed, or landed before a reset.
+        """Return whether vLLM holds blocks of a request whose load failed, or preceded a reset.
 
-        It frees or uses them when it comes to that request in its queue, and stops at the first
-        that finds too few. That one may need them: after a reset it shares no block with others any
-        more, and those blocks were counted once. So all wait until vLLM has come to every one.
+        vLLM frees or uses them when that request is next in its queue, and stops at the first
+        request with too few blocks, which may need these: after a reset, requests share no blocks,
+        but shared blocks were counted once. So all wait until vLLM has reached each such request.
         """
         while self.holders:
             state = next(iter(self.holders))
@@ -461,7 +458,7 @@ class Loads:
         return False
 
     def end(self, state: RequestState) -> None:
-        """A request has ended: it holds no blocks for a load any more, and needs no hit."""
+        """A request has ended: release its hit and the blocks held for a load."""
         progress = state.load
         if progress.has_failed:
             self._no_longer_failed(progress)
@@ -475,26 +472,26 @@ class Loads:
         self._num_failed -= 1
 
     def reset(self, state: RequestState) -> None:
-        """The host has forgotten everything: a request has no hit, and nothing to wait for."""
+        """The host cache was reset: a request has no hit and no load to wait for."""
         if state.is_announced and state.holds_blocks:
             self.holders.add(state)
         self.drop_hit(state)
         state.load.wait.call_off()
 
     def fail_all(self) -> None:
-        """The host has forgotten everything: what is on its way to the GPU is not used either."""
+        """The host cache was reset: the loads in flight are not used, either."""
         for load in (*self.ledger.new, *self.ledger.in_flight.values()):
             load.fail()
 
     def announce_failure(self, state: RequestState) -> None:
-        """Something went wrong after vLLM began to wait: tell it to recompute."""
+        """Let vLLM recompute a request that waits for a load which cannot be planned."""
         if state.announce_failure():
             self.unannounced.append(state)
 
     # ---- plans and reports ---------------------------------------------------------------------
 
     def new_transfers(self) -> tuple[Transfer, ...]:
-        """Return the loads that have begun since the last `sent`."""
+        """Return the loads begun since the last `sent`."""
         new = self.ledger.new
         return tuple([load.transfer for load in new]) if new else ()
 
@@ -505,9 +502,9 @@ class Loads:
         return tuple([state.request.request_id for state in failed]) if failed else ()
 
     def sent(self, now_s: float | None = None) -> None:
-        """The workers have been told of the new loads, which are in flight now, and of failures.
+        """The plan with new loads and failures has been sent; the loads are in flight.
 
-        From now on only the workers' echo ends the wait of a request whose load failed.
+        From now on, only the workers' reports end the wait of a request whose load failed.
         """
         for load in self.ledger.sent():
             load.sent(now_s)
@@ -520,10 +517,10 @@ class Loads:
                 self._counters[Count.GIVEN_UP_REQUESTS] += 1
 
     def give_up(self, book: Iterable[RequestState]) -> None:
-        """After an internal error: a load that no worker copies has failed, the others go on.
+        """After an internal error, fail the loads that no worker copies; others continue.
 
         Args:
-            book: the requests of vLLM; what is noted about their loads is rebuilt.
+            book: vLLM's requests, whose load states are rebuilt.
         """
         new, gone = self.ledger.new, self.ledger.give_up()
         for load in gone:
@@ -539,10 +536,9 @@ class Loads:
             state.mend(int(state in loading or state in waiting))
 
     def settle(self, load: Load) -> bool:
-        """Every rank has reported a load; return whether its request may run now.
+        """Complete a load that every rank has reported; return whether its request may run.
 
-        The slots of a load that has landed stay leased, for the prefix of its request. A failure is
-        announced by the next plan.
+        Its slots stay leased for the prefix of its request. The next plan announces a failure.
         """
         self.ledger.remove(load)
         self._shared_loads.end(load)
@@ -567,13 +563,13 @@ class Loads:
         return True
 
     def leases(self, book: Iterable[RequestState]) -> list[Lease]:
-        """Return those of the requests' hits, and of the loads in flight."""
+        """Return the leases of reported hits and of loads in flight."""
         hits = [lease for state in book if (lease := state.load.lease) is not None]
         return [*hits, *(load.lease for load in self.ledger.in_flight.values())]
 
     @property
     def new_targets(self) -> set[int]:
-        """GPU blocks of the loads that have begun since the last `sent`."""
+        """The GPU blocks of the loads begun since the last `sent`."""
         return {block_id for load in self.ledger.new for block_id in load.transfer.block_ids}
 
     @property
@@ -583,7 +579,7 @@ class Loads:
 
     @property
     def has_work(self) -> bool:
-        """Whether a load is planned or in flight, or a failure is to be announced."""
+        """Return whether a load is planned or in flight, or a failure is to be announced."""
         return bool(self.ledger.new or self.ledger.in_flight or self.unannounced)
 
     def __len__(self) -> int:

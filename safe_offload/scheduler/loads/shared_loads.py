@@ -1,20 +1,20 @@
-"""Requests that wait for a load of another request instead of loading the same blocks once more.
+"""Shared loads: requests wait for another request's load instead of loading the same blocks again.
 
-Requests with one prefix often come together: several answers to one prompt, agents, users with
-one system prompt. If each loaded a copy of its own before the first load has landed, all copies
-would hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's scheduler asks again in its
-next step, goes on with the requests after them meanwhile, and puts what the load brings into its
-own prefix cache before it asks. (vLLM 0.32.0, Scheduler.schedule: it looks first at the requests
-that hold blocks for a load; _update_waiting_for_remote_kv caches the blocks of each group.)
+Requests with one prefix often arrive together: several outputs for one prompt, agents, users with
+one system prompt. If each loaded its own copy before the first load has landed, all copies would
+hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's scheduler asks again in its next
+step, continues with the requests after them, and adds the loaded blocks to its own prefix cache
+before it asks. (vLLM 0.32.0, Scheduler.schedule considers requests that hold blocks for a load
+first; _update_waiting_for_remote_kv caches the blocks of each group.)
 
 What bounds the wait (docs/guarantees.md: H5):
 
 - A request waits for a load while it is in flight and its request lives. vLLM frees the blocks of
   an aborted request without caching them, and a failed load has nothing to cache.
-- A request waits at most `wait_max_s` over its whole life, whatever it waits for.
-- A load that a request has stopped waiting for, and every older one, it does not wait for again.
-- A load that has landed must have brought it further. If it did not, because vLLM does not keep
-  what the request needs of it, the request waits for no other before it has run.
+- A request waits at most `wait_max_s` over its whole life, for all loads together.
+- It never waits again for a load that it has stopped waiting for, nor for an older one.
+- If a load has landed without extending its GPU hit, because vLLM does not retain the blocks that
+  the request needs, the request waits for no other load before it has run.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.pending import Load
 
 WAIT_MAX_S = 10.0
-"""A request waits no longer for loads of others, over its whole life; nor than a transfer may."""
+"""Maximum wait of a request for loads of others, over its whole life; at most a transfer's."""
 MARK_EVERY = 16
-"""A load is found by the hash of its first block, and of each block whose place in the prompt is a
-multiple of this: so few looks find it from any of its blocks."""
+"""A load is indexed by the hash of its first block, and of each block whose index in the prompt is
+a multiple of this, so that few lookups find it from any of its blocks."""
 LOOKS_MAX = 16
-"""Loads of one block that are looked at: where vLLM does not keep what they bring, there may be as
-many as requests."""
+"""Maximum number of loads of one block that are considered: if vLLM does not retain loaded blocks,
+there may be as many as requests."""
 
 
 class Wait:
-    """How a request has waited for loads of others; only this file changes it.
+    """The waits of a request for loads of others; only this file changes it.
 
     Attributes:
         load: the one that it waits for now.
-        is_called_off: the host forgot what it waits for.
-        asked_s: when vLLM asked last, while it waits.
+        is_called_off: the host cache was reset meanwhile.
+        asked_s: when vLLM last asked, while it waits.
         waited_s: over its whole life, up to `asked_s`.
         newest_id: of the loads that it has waited for.
-        num_computed_tokens: on the GPU when its present wait began.
-        stuck_at: those that were there when a load landed that made them no more; -1 for none.
+        num_computed_tokens: tokens on the GPU when its present wait began.
+        stuck_at: tokens on the GPU when a load landed without adding any; -1 for none.
         is_put_off: it waits because loads of others hold too many blocks for its own.
     """
 
@@ -76,33 +76,33 @@ class Wait:
         self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
 
     def asked_again(self, now_s: float) -> None:
-        """VLLM asks again about its request, which was put off."""
+        """VLLM asks again for a postponed request."""
         self.waited_s += now_s - self.asked_s
 
     def end_putting_off(self) -> None:
-        """Its request is no longer put off, or is so anew."""
+        """Its request is no longer postponed, or is postponed anew."""
         self.is_put_off = False
 
     def end(self) -> None:
-        """Its request waits no more."""
+        """Its request stops waiting."""
         self.load = None
 
     def call_off(self) -> None:
-        """What its request waits for is of no use any more."""
+        """The load that its request waits for has become useless."""
         self.is_called_off = True
 
     def unstick(self) -> None:
-        """Its request has run: another load may bring it further."""
+        """Its request has run: it may wait for another load."""
         self.stuck_at = -1
 
 
 class SharedLoads:
     """Decides which request waits for which load.
 
-    Its state: the loads that have begun and not ended, the oldest first, by the hashes of some of
-    the blocks that each brings, and these hashes of each.
+    Its state: the unfinished loads, the oldest first, by the hashes of some of their blocks, and
+    these hashes by load.
 
-    Bound: two entries for each load in flight, and two for each `MARK_EVERY` blocks that it brings.
+    Bound: two entries for each load in flight, and two for each `MARK_EVERY` of its blocks.
 
     Args:
         wait_max_s: of one request, over its whole life.
@@ -126,7 +126,7 @@ class SharedLoads:
             self._loads[block_hash][load] = None
 
     def end(self, load: Load) -> None:
-        """Every rank has reported a load, or it is given up."""
+        """A load has ended: every rank has reported it, or it was dropped."""
         for block_hash in self._marks.pop(load, ()):
             loads = self._loads[block_hash]
             loads.pop(load, None)
@@ -134,7 +134,7 @@ class SharedLoads:
                 del self._loads[block_hash]
 
     def go_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> None:
-        """End a request's wait for a load if that brings nothing more, or has taken too long.
+        """End a request's wait for a load that adds nothing, or has taken too long.
 
         Args:
             num_computed_tokens: tokens that the GPU's prefix cache has.
@@ -153,22 +153,22 @@ class SharedLoads:
         wait.load = None
 
     def puts_off(self, wait: Wait, now_s: float) -> bool:
-        """Whether a request waits, rather than computes, while loads of others hold the blocks.
+        """Return whether a request waits, not computes, while loads of others hold the blocks.
 
-        They are in flight: soon there are more blocks, or too few to compute in either.
+        The loads are in flight: soon there are more blocks, or too few for computing, too.
         """
         wait.asked_s, wait.is_put_off = now_s, wait.waited_s < self._wait_max_s
         return wait.is_put_off
 
     def find(self, wait: Wait, request: Request, num_computed_tokens: int) -> Load | None:
-        """Return the load that a request may wait for, rather than make its own: the oldest."""
+        """Return the oldest load that a request may wait for instead of its own."""
         for load in self.candidates(wait, request, num_computed_tokens):
             if self.is_kept(load, request.block_hashes, num_computed_tokens):
                 return load
         return None
 
     def candidates(self, wait: Wait, request: Request, num_computed_tokens: int) -> Iterator[Load]:
-        """Yield loads of a request's first missing block that it may wait for, the oldest first."""
+        """Yield the loads of a request's first missing block that it may wait for, oldest first."""
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
             return
         place = num_computed_tokens // self._geometry.hash_block_size
@@ -180,21 +180,20 @@ class SharedLoads:
                 yield load
 
     def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a load brings a request's first missing block, to where vLLM finds it."""
+        """Return whether a load adds a request's first missing block to vLLM's prefix cache."""
         place = num_computed_tokens // self._geometry.hash_block_size
         hashes = request.block_hashes
         return _has_block(load, hashes, place) and self.is_kept(load, hashes, num_computed_tokens)
 
     def is_kept(self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
-        """Whether vLLM's prefix cache has more than these tokens once the load has landed.
+        """Return whether vLLM's prefix cache has more than these tokens once the load has landed.
 
-        By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
-        prompt needs, and at one boundary more, which from now on is the end of the load if nothing
-        else helps. What the load's own request has of its prompt beyond the load is computed in the
-        step that finds the load landed. A load that ends inside a block leaves no Mamba state
-        there, if the prompt of its request does not end with it.
+        By default, vLLM retains the windows and Mamba states for a hit at the end of the prompt,
+        and those at one earlier boundary, which is moved to the end of the load if necessary. The
+        rest of the prompt of the loading request is computed in the step after the load. A load
+        that ends inside a block leaves no Mamba state there, unless the prompt ends there.
 
-        Asked only for what is waited for if it is: vLLM may be told to keep it.
+        A call may move the boundary, so call it only for a load that will be waited for.
         """
         geometry = self._geometry
         interval, size = geometry.retention_interval, geometry.hash_block_size
@@ -222,25 +221,24 @@ class SharedLoads:
 
 
 def _has_block(load: Load, hashes: Sequence[bytes], place: int) -> bool:
-    """Whether a load brings this block of a request.
+    """Return whether a load includes this block of a request.
 
-    Hashes are chained, so one that is equal says that all before it are.
+    Hashes are chained: an equal one implies equal ones before it.
     """
     is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
     return is_brought and load.hashes[place] == hashes[place]
 
 
 def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
-    """Whether a request has the first `count` hashes of the one that loads."""
+    """Return whether a request has the first `count` hashes of the loading request."""
     known = min(len(hashes), len(load.hashes))
     return count <= known and hashes[count - 1] == load.hashes[count - 1]
 
 
 def num_shared(load: Load, hashes: Sequence[bytes], num_beyond: int = 0) -> int:
-    """Return how many first hashes of a request are those of the one that loads.
+    """Return the number of leading hashes that a request shares with the loading request.
 
-    Up to where the load ends, and some beyond. Few are compared: those before an equal one are
-    equal.
+    Up to the end of the load, and some beyond. Few are compared, as hashes are chained.
     """
     end = min(load.end_hash + num_beyond, len(hashes), len(load.hashes))
     if _is_shared(load, hashes, end):
