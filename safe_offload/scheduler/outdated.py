@@ -1,4 +1,4 @@
-"""Requests that go on after a reset, with KV cache of before it."""
+"""Requests that continue after a reset with KV cache from before it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class OutdatedTable:
     Bound: an entry for each block of it.
 
     Attributes:
-        num_seen: of its first blocks, those whose hashes were taken; they get none again.
-        watched: those after them, at the last look. They may leave the table with a new hash.
+        num_seen: leading blocks whose hashes were removed, and which get none again.
+        watched: the blocks after them at the last check. They may leave the table with a new hash.
     """
 
     kept_in: BlockTable
@@ -37,13 +37,12 @@ class OutdatedTable:
 
 
 class Outdated:
-    """Keeps what was computed before a reset, and what follows from it, out of every cache.
+    """Keeps blocks computed before a reset, and blocks computed from them, out of every cache.
 
-    vLLM may be unable to reset its own prefix cache, because requests run. Then it would go on
-    finding what the old weights have computed, and so would a store. And a request that runs on
-    attends to what it has: what it computes is neither of the old weights nor of the new ones. So
-    no block of theirs keeps a hash, by which alone vLLM or a store finds it, until the request has
-    ended or has lost all its blocks.
+    vLLM cannot reset its own prefix cache while requests run. It would then still find blocks of
+    the old weights, and so would a store. A request that continues attends to such blocks, so its
+    new blocks belong neither to the old weights nor to the new ones. So none of its blocks keeps a
+    hash, by which vLLM and stores find it, until the request has ended or has lost all its blocks.
 
     Bound: the requests that vLLM has, and the GPU's blocks.
 
@@ -52,8 +51,8 @@ class Outdated:
             any request has a hash for as long as there are such requests.
 
     Attributes:
-        requests: these; with the tables that they had, `RequestState.outdated`. Read only outside.
-        taken_ids: blocks whose hashes the last look has taken; with states, some of them.
+        requests: these; their tables are in `RequestState.outdated`. Read only outside.
+        taken_ids: blocks whose hashes the last check removed; with states, some of them.
     """
 
     def __init__(self, gpu: GpuBlocks, *, has_states: bool) -> None:
@@ -69,7 +68,7 @@ class Outdated:
         return len(self.requests)
 
     def begin(self, book: Iterable[RequestState]) -> None:
-        """There was a reset: all that any request has, or that vLLM keeps, is of before it."""
+        """A reset: all blocks of all requests, and all cached blocks of vLLM, are outdated."""
         self._gpu.forget_hashes()
         for state in book:
             if not state.finished:
@@ -90,14 +89,13 @@ class Outdated:
     def keep_out(
         self, book: Iterable[RequestState], only: Sequence[RequestState] = ()
     ) -> list[RequestState]:
-        """Take the hashes from what vLLM has hashed of these requests since the last plan.
+        """Remove the hashes of blocks that vLLM has hashed for these requests since the last plan.
 
         Args:
             only: of these requests, those that end.
 
         Returns:
-            The requests, with those that were found on the way. Those that were preempted since are
-            of no concern after this.
+            The requests, including newly found ones. Those preempted since are no longer outdated.
         """
         states = list(only or self.requests)
         taken: set[int] = set()
@@ -118,7 +116,7 @@ class Outdated:
         return states
 
     def _take(self, state: RequestState, taken: set[int]) -> bool:
-        """Add the blocks whose hashes are to go; return whether others may have found one."""
+        """Add the blocks whose hashes to remove; return whether others may have found one."""
         is_shared = False
         for table in state.outdated:
             for block, num_owners in self._hashed_since(table, state):
@@ -129,10 +127,10 @@ class Outdated:
         return is_shared
 
     def _found_by_others(self, book: Iterable[RequestState], taken: set[int]) -> list[RequestState]:
-        """Add who was scheduled later in this step and has found such a block.
+        """Add requests that were scheduled later in this step and have found such a block.
 
-        What it computes in this step others may have found in the same step, and so on. A Mamba
-        state, or what is copied for a hit inside a block, is found from the next step on only.
+        Other requests may have found their blocks in the same step, and so on. A Mamba state, or a
+        copy for a hit inside a block, is found from the next step on only.
         Source: vLLM 0.32.0, MambaManager.cached_blocks_this_step.
         """
         owners: defaultdict[int, list[RequestState]] = defaultdict(list)
@@ -154,17 +152,17 @@ class Outdated:
         return found
 
     def _stands(self, state: RequestState) -> bool:
-        """Whether a request is known, and still has a table that it had then."""
+        """Return whether a request is outdated and still has one of its outdated tables."""
         return any(table.kept_in.stands() for table in state.outdated)
 
     def _hashed_since(
         self, table: OutdatedTable, state: RequestState
     ) -> Iterator[tuple[KVCacheBlock, bool]]:
-        """Yield what vLLM has hashed of a table since the last look, and if it is still in there.
+        """Yield blocks of a table hashed since the last check, and whether they are still in it.
 
-        What has left it, as of a window that slid on, may be of another owner. If it has a hash of
-        this request, it comes from here, unless the request has begun again and computed it anew.
-        What it has found in vLLM's cache when it began again it has not.
+        A block that has left it, such as one of a sliding window, may have a new owner. With a hash
+        of this request, it is outdated, unless the request has restarted and computed it anew,
+        rather than found it in vLLM's cache.
         """
         kept_in = table.kept_in
         present, stands = kept_in.table[table.num_seen :], kept_in.stands()
@@ -186,9 +184,9 @@ class Outdated:
                 yield block, is_kept
 
     def _num_hashed(self, table: OutdatedTable, request: Request) -> int:
-        """Return how many first blocks of a table need no other look.
+        """Return the number of leading blocks of a table that need no further check.
 
-        The block that a prompt ends in is given a hash of its first part again and again.
+        The block in which a prompt ends gets a hash of its first part repeatedly.
         Source: vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block.
         """
         if not self._gpu.is_positional(table.group_idx):

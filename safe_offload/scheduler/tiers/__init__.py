@@ -1,4 +1,4 @@
-"""Tiers as the scheduler sees them: what is asked for, fetched and written.
+"""Tiers on the scheduler side: lookups, fetches and spills.
 
 Imports cache and loads. Door: `tiers.Tiers`.
 """

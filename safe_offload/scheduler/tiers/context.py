@@ -1,4 +1,4 @@
-"""What the parts of the tiers have in common."""
+"""The common dependencies of the tiers' modules."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Fetches: from blocks that a tier has to slots that can be found, or to nothing.
+"""Fetches: from blocks of a tier to published slots.
 
-What is fetched for a request is cut into pieces in the order of its tokens, so that what has
-arrived can be used although the rest is late. A piece is published when every rank has got it; what
-did not come on one of them is forgotten. The slots stay leased until each request that waits for
-the piece has matched, given up or ended, and until no rank can write to them any more.
+The fetch of a request is split into pieces in the order of its tokens, so that a late rest does not
+hold up the first pieces. A piece is published when every rank has it; blocks missing on a rank are
+dropped. The slots stay leased until each request that waits for the piece has matched, stopped
+waiting or ended, and until no rank can write to them any more.
 
-All slots that are leased so are at most a share of those there are (docs/guarantees.md: I11), so
-that no herd of waiting requests flushes what others have stored.
+These leases are limited to a share of all slots (docs/guarantees.md: I11), so that a herd of
+waiting requests cannot flush the cache.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.tiered_hits import Stage, TierBlock
 
 SHARE = 4
-"""Fetches hold at most one in this many of the usable slots."""
+"""Fetches lease at most one in this many usable slots."""
 NUM_PIECES = 16
 PIECE_BLOCKS_MIN = 16
-"""Since a tier reads several at a time; of large blocks, as many as make the next."""
+"""Minimum blocks of a piece, as a tier reads several at once; fewer of large blocks (see next)."""
 PIECE_BYTES_MIN = 8 << 20
-"""Of all ranks together."""
+"""Over all ranks."""
 
 
 class Fetches:
@@ -58,22 +58,22 @@ class Fetches:
         return len(self.ledger)
 
     def num_slots_left(self, user: RequestState) -> int:
-        """Return how many slots may be fetched to now for a request."""
+        """Return the number of slots that a fetch of a request may use now."""
         slots, salt = self._hits.slots, user.request.cache_salt
         return min(slots.num_usable // SHARE - len(self._by_slot), slots.num_grantable(salt))
 
     def has_share(self, user: RequestState) -> bool:
-        """Return whether there will ever be room: in a pool of very few slots there is none."""
+        """Return whether fetches have any share: a tiny pool has none."""
         return self._hits.slots.num_in_reach(user.request.cache_salt) >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
         """Fetch blocks for a request in pieces.
 
         Args:
-            stages: of no more than `num_slots_left` blocks, each in the order of their tokens.
+            stages: of at most `num_slots_left` blocks, each in the order of their tokens.
 
         Returns:
-            Of the first blocks, if a pool of several engines has fewer slots after all.
+            The pieces; only of the first blocks, if a shared pool grants fewer slots.
         """
         num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
@@ -113,7 +113,7 @@ class Fetches:
         return fetches
 
     def _begin_store(self, blocks: Sequence[TierBlock], lease: Lease, user: RequestState) -> None:
-        """From now on nothing else stores or fetches these blocks."""
+        """Mark blocks as being stored, so that nothing else stores or fetches them."""
         for group_idx in sorted({block.group_idx for block in blocks}):
             pairs = zip(blocks, lease.slots, strict=True)
             of_group = [(slot, b.block_hash) for b, slot in pairs if b.group_idx == group_idx]
@@ -121,7 +121,7 @@ class Fetches:
             self._hits.directory.begin_store(slots, group_idx, hashes, {}, [(user, 0)])
 
     def under_way(self, slots: Iterable[int]) -> list[Fetch]:
-        """Return the fetches that fill some of these slots and have not ended, each once."""
+        """Return the unfinished fetches into any of these slots, each once."""
         by_slot = self._by_slot
         if not by_slot:
             return []
@@ -129,12 +129,12 @@ class Fetches:
         return [fetch for fetch in found if fetch.ranks_left]
 
     def share(self, fetches: Iterable[Fetch], user: RequestState) -> None:
-        """Another request waits for these too."""
+        """Another request waits for these fetches, too."""
         for fetch in fetches:
             fetch.users.add(user)
 
     def release(self, fetches: Iterable[Fetch], user: RequestState) -> None:
-        """A request needs these no more."""
+        """A request does not need these fetches any more."""
         for fetch in fetches:
             fetch.users.discard(user)
             if not (fetch.users or fetch.ranks_left):
@@ -146,16 +146,16 @@ class Fetches:
         fetch.lease.release()
 
     def plan(self) -> tuple[TierTransfer, ...]:
-        """Return what has begun since the last `sent`."""
+        """Return the fetches begun since the last `sent`."""
         return tuple(fetch.message for fetch in self.ledger.new)
 
     def sent(self, now_s: float) -> None:
-        """The workers are told of the new fetches."""
+        """The plan with the new fetches has been sent."""
         for fetch in self.ledger.sent():
             fetch.batch.sent(now_s)
 
     def settle(self, fetch: Fetch) -> list[int]:
-        """Every rank has reported a fetch: publish what has come; return its slots."""
+        """Publish the blocks of a fetch that every rank has reported; return their slots."""
         self.ledger.remove(fetch)
         slots, come = fetch.lease.slots, []
         is_current = fetch.epoch == self._hits.directory.epoch
@@ -181,7 +181,7 @@ class Fetches:
         return come
 
     def give_up(self) -> None:
-        """After an internal error: publish nothing, and forget what no worker fetches."""
+        """After an internal error, publish nothing and drop the fetches of no worker."""
         self.ledger.give_up()
         self._by_slot.clear()
         for fetch in self.ledger.in_flight.values():

@@ -1,4 +1,4 @@
-"""The part of the namespace that an engine changes while it runs."""
+"""The part of the namespace that changes while an engine runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Generation:
-    """Which weights what is found and written now is of, as far as the engine knows.
+    """Identifies the present weights of the engine.
 
     Args:
-        new_generation: makes a name that no process has had.
-        has_model_version: the operator says in the configuration which weights they are.
+        new_generation: returns a name that no process has used.
+        has_model_version: the operator has configured a version of the weights.
 
     Attributes:
-        name: in each message; empty if all is shared with other engines and later starts.
+        name: in each message; empty while objects are shared with other engines and later starts.
     """
 
     def __init__(self, new_generation: Callable[[], str], *, has_model_version: bool) -> None:
@@ -25,7 +25,7 @@ class Generation:
         self.name = ""
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
-        """It is not known what this engine computes: use only what it has written itself."""
+        """Use only objects of this engine, whose weights cannot be identified."""
         self.name = self._new_generation()
         logger.warning(
             "Tiers are neither shared with other engines nor reused after a restart: %s. If the "
@@ -35,7 +35,7 @@ class Generation:
         )
 
     def reset(self, *, is_vouched_for: bool) -> None:
-        """What tiers have may be of other weights from now on; see `Tiers.reset`."""
+        """The objects of tiers may be of other weights from now on; see `Tiers.reset`."""
         if is_vouched_for and self._has_model_version:
             return
         is_first = not self.name

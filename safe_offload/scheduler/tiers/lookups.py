@@ -1,12 +1,12 @@
-"""Look-ups: what each request waits for from tiers, and for how long.
+"""Lookups: what each request waits for from tiers, and for how long.
 
-What bounds the wait (docs/guarantees.md: I9):
+The wait limit (docs/guarantees.md: I9):
 
-- A request waits at most `wait_s` seconds over its whole life, whatever it waits for.
-- As soon as it is known what computing takes, it waits no longer than that makes it a tenth later,
-  wherever the tier may stall (`TierCosts.wait_max_s`).
-- After that it goes on with what the host has by then. It looks up again only if it has run and
-  was preempted.
+- A request waits at most `wait_s` seconds over its whole life, for all lookups together.
+- Once compute time is known, a stalled tier delays it by at most a tenth of that
+  (`TierCosts.wait_max_s`).
+- At the limit, it continues with the blocks that the host has by then. It starts another lookup
+  only after it has run and was preempted.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 
 class LookUpState(enum.Enum):
-    """Where the look-up of a request is."""
+    """The state of a request's lookup."""
 
     IDLE = "idle"
-    """It may begin: the request is new, or has run since the last one."""
+    """It may start: the request is new, or has run since the last one."""
     ASKING = "asking"
-    """The tiers are asked what they have."""
+    """Probes are in flight."""
     WANTING = "wanting"
-    """They have answered; what to fetch is not decided, or there is no room for it."""
+    """All probes are answered; the fetch is not decided, or there is no room for it."""
     FETCHING = "fetching"
-    """Blocks are on their way."""
+    """Fetches are in flight."""
     OVER = "over"
-    """Nothing is waited for any more. What has come stays leased until the request matches."""
+    """The wait is over. Fetched blocks stay leased until the request matches."""
 
 
 _EDGES: dict[LookUpState, frozenset[LookUpState]] = {
@@ -56,24 +56,24 @@ _EDGES: dict[LookUpState, frozenset[LookUpState]] = {
 
 @dataclass(slots=True, eq=False)
 class LookUp:
-    """What one request does with tiers over its life; changed by `LookUps` only.
+    """The lookups of one request over its life; only `LookUps` changes it.
 
     Attributes:
-        number: those of earlier requests are lower.
-        is_asked: vLLM has asked about the request since the look-up began.
-        is_trial: it goes on although it is not expected to pay: a hint asks for it, or it measures
-            whether that is still so.
-        is_roomless: there was no slot for what it wants.
-        num_computed_tokens: that the GPU's prefix cache had when it was looked at last.
-        first_token, end_token: of what tiers may bring, or do.
+        number: in the order of arrival.
+        is_asked: vLLM has asked about the request since the lookup started.
+        is_trial: it continues although it is not expected to pay: a hint requests it, or it keeps
+            the estimates current.
+        is_roomless: there was no slot for its fetch.
+        num_computed_tokens: tokens in the GPU's prefix cache at the last check.
+        first_token, end_token: of the blocks that tiers may supply, or do.
         waited_s: over the life of the request, up to `asked_s`.
-        asked_s: when vLLM asked last, while the request waits; else None.
-        last_gap_s: from the question before that to it; 0 at first.
+        asked_s: when vLLM last asked, while the request waits; otherwise None.
+        last_gap_s: between the last two questions; 0 at first.
         wait_max_s: of the tiers that are waited for.
-        num_unanswered: of its probes.
+        num_unanswered: unanswered probes.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
-        brought: fetches that a hit has been found after.
-        starts: for each of them, up to which token a request can go without it and what follows.
+        brought: fetches followed by a hit.
+        starts: by fetch, the token that a request can reach without it and the later ones.
     """
 
     user: RequestState
@@ -96,47 +96,47 @@ class LookUp:
     brought: Sequence[Fetch] = ()
 
     def move(self, state: LookUpState) -> None:
-        """Change the state, as the table above allows."""
+        """Change the state; see the table above."""
         if state not in _EDGES[self.state]:
             change = f"from {self.state.value} to {state.value}"
             raise InvariantError("I4", f"a look-up cannot go {change}")
         self.state = state
 
     def end(self) -> None:
-        """Nothing is waited for any more; the caller releases what is held."""
+        """End the wait; the caller releases the fetches and probes."""
         if self.state is not LookUpState.OVER:
             self.move(LookUpState.OVER)
         self.probes = ()
 
     @property
     def is_active(self) -> bool:
-        """Whether something is waited for."""
+        """Return whether probes or fetches are waited for."""
         return self.state is not LookUpState.OVER and self.state is not LookUpState.IDLE
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens tiers may bring beyond what the GPU and the host had."""
+        """Return the number of tokens that tiers may add to those of GPU and host."""
         return self.end_token - max(self.first_token, self.num_computed_tokens)
 
     def end_max(self, num_computed_tokens: int) -> int:
-        """Return the token at which a hit of the request ends at the latest."""
+        """Return the upper limit of the end of the request's hit, as a token."""
         num_tokens: int = self.user.request.num_tokens - 1
         if self.user.limits.load_tokens is not None:
             num_tokens = min(num_tokens, num_computed_tokens + self.user.limits.load_tokens)
         return num_tokens
 
     def ask(self, probes: Sequence[PendingProbe]) -> None:
-        """It waits for the answers of these, none of which has come."""
+        """Wait for the answers to these probes, of which there are none yet."""
         self.move(LookUpState.ASKING)
         self.probes, self.num_unanswered = probes, len(probes)
 
     def answered(self) -> bool:
-        """One of them has come; return whether that was the last one."""
+        """A probe is answered; return whether it was the last one."""
         self.num_unanswered -= 1
         return not self.num_unanswered
 
     def share(self) -> float:
-        """Return the part of the tokens that can be hit by now: up to what has not come."""
+        """Return the share of the tokens that can be hit by now: up to the first missing piece."""
         for fetch, start in zip(self.fetches, self.starts, strict=True):
             if not fetch.is_whole:
                 num_come = max(0, start - self.first_token)
@@ -145,19 +145,19 @@ class LookUp:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether fetches in flight cannot extend the hit, because they are behind a gap."""
+        """Return whether fetches in flight cannot extend the hit, because they follow a gap."""
         pairs = zip(self.fetches, self.starts, strict=True)
         late = [(fetch, start) for fetch, start in pairs if not fetch.is_whole]
         return not late or any(not fetch.ranks_left for fetch, start in late if start == late[0][1])
 
 
 class LookUps:
-    """The look-ups of all requests.
+    """The lookups of all requests.
 
-    Its state, which nothing else changes: `RequestState.lookup`, and how many there have been.
+    Its state, which nothing else changes: `RequestState.lookup`, and the number of lookups so far.
 
     Attributes:
-        wanting: requests for which it is to be decided what to fetch. Read only outside.
+        wanting: requests whose fetch is to be decided. Read only outside.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class LookUps:
         return f"LookUps({self.num_active} are active)"
 
     def see(self, user: RequestState) -> None:
-        """A request is new, and may read: look it up while it waits for its turn."""
+        """Look a new request up while it is queued."""
         self._num_begun += 1
         lookup = user.lookup = LookUp(user, self._num_begun)
         self._begin(lookup, self._gpu.num_cached_tokens(user.request))
 
     def _begin(self, lookup: LookUp, num_computed_tokens: int) -> None:
-        """Ask for what the host has not, unless that cannot pay."""
+        """Probe for blocks that the host lacks, unless that cannot pay."""
         user, end_max = lookup.user, lookup.end_max(num_computed_tokens)
         wanted, is_fetched = self._missing(user, num_computed_tokens, end_max)
         is_missing = any(wanted)
@@ -215,14 +215,14 @@ class LookUps:
             self._want(lookup)
 
     def first_missing(self, user: RequestState, num_computed_tokens: int, end_max: int) -> int:
-        """Return the token up to which a request can go without tiers."""
+        """Return the token that a request can reach without tiers."""
         hit = self._hits.find_hit(user.request.block_hashes, num_computed_tokens, end_max)
         return num_computed_tokens + (hit.num_tokens if hit is not None else 0)
 
     def _missing(
         self, user: RequestState, num_computed_tokens: int, end_max: int
     ) -> tuple[list[list[bytes]], bool]:
-        """Return, by group, hashes that the host lacks; and whether it fetches others just now."""
+        """Return by group the hashes that the host lacks, and whether others are being fetched."""
         hits, private = self._hits, self._hits.directory.private
         wanted: list[list[bytes]] = [[] for _ in hits.geometry.group_block_sizes]
         is_fetched = False
@@ -244,7 +244,7 @@ class LookUps:
         self.wanting.add(lookup.user)
 
     def waits(self, user: RequestState, num_computed_tokens: int, now_s: float) -> bool:
-        """Whether a request is to wait for tiers, when vLLM asks how many tokens the host has."""
+        """Return whether a request waits for tiers, when vLLM asks for its hit."""
         lookup = user.lookup
         if lookup is None:
             return False
@@ -270,7 +270,7 @@ class LookUps:
         return False
 
     def _wait_limit_s(self, lookup: LookUp) -> float:
-        """Return how long a request may wait in all (I9)."""
+        """Return the wait limit of a request (I9)."""
         if lookup.user.limits.is_fetched:
             return lookup.wait_max_s
         num_tokens = lookup.num_tokens
@@ -279,7 +279,7 @@ class LookUps:
         return lookup.wait_max_s if limit_s is None else min(limit_s, lookup.wait_max_s)
 
     def _answer(self, lookup: LookUp, now_s: float) -> None:
-        """vLLM is told what it has asked: from now on the request does not wait."""
+        """Answer vLLM's question: the request does not wait from now on."""
         assert lookup.asked_s is not None
         lookup.waited_s += now_s - lookup.asked_s
         lookup.asked_s = None
@@ -294,7 +294,7 @@ class LookUps:
         span: tuple[int, int],
         wait_max_s: float,
     ) -> None:
-        """Blocks of a span are on their way; see `LookUp`."""
+        """Fetches of these tokens have begun; see `LookUp`."""
         self.wanting.discard(lookup.user)
         self._probes.release(lookup.probes, lookup.user)
         lookup.move(LookUpState.FETCHING)
@@ -303,11 +303,11 @@ class LookUps:
         lookup.probes = ()
 
     def finds_no_room(self, lookup: LookUp) -> None:
-        """There is no slot for what a look-up wants."""
+        """There is no slot for the fetch of a lookup."""
         lookup.is_roomless = True
 
     def finish(self, lookup: LookUp) -> None:
-        """Wait for nothing more; what has come stays leased until the request has matched."""
+        """End the wait; fetched blocks stay leased until the request has matched."""
         self._probes.release(lookup.probes, lookup.user)
         self.wanting.discard(lookup.user)
         lookup.end()
@@ -320,13 +320,13 @@ class LookUps:
             lookup.brought, lookup.fetches, lookup.starts = lookup.fetches, (), ()
 
     def matched(self, user: RequestState) -> None:
-        """vLLM was told of the hit of a request, or that there is none: it has its own lease."""
+        """The hit of a request, if any, is reported and has its own lease."""
         lookup = user.lookup
         if lookup is not None and lookup.fetches:
             self._release(lookup)
 
     def hit_tokens(self, user: RequestState, first_token: int, num_tokens: int) -> dict[int, int]:
-        """Return how many tokens of a load come from which tier, the farthest; 0 is the host."""
+        """Return the tokens of a load by tier, the farthest that they come from; 0 is the host."""
         lookup, geometry = user.lookup, self._hits.geometry
         tiers: dict[tuple[int, bytes], int] = {}
         for fetch in lookup.brought if lookup is not None else ():
@@ -346,7 +346,7 @@ class LookUps:
         return counts
 
     def scheduled(self, user: RequestState, num_tokens: int) -> None:
-        """vLLM has given a request blocks, to load `num_tokens` tokens or to run."""
+        """vLLM has allocated blocks to a request, to load `num_tokens` tokens or to run."""
         lookup = user.lookup
         if lookup is not None:
             self._release(lookup)
@@ -372,14 +372,14 @@ class LookUps:
                 lookup.end()
 
     def stop(self) -> None:
-        """Look up nothing of what was wanted until now; what is in flight goes on."""
+        """End all lookups; transfers in flight continue."""
         for lookup in self._of(self._book):
             self._release(lookup)
             if lookup.state is LookUpState.IDLE:
                 lookup.end()
 
     def give_up(self) -> None:
-        """After an internal error: forget all requests."""
+        """After an internal error, drop all lookups."""
         for state in self._book:
             state.lookup = None
         self.wanting.clear()
@@ -389,5 +389,5 @@ class LookUps:
 
     @property
     def num_active(self) -> int:
-        """Requests that wait for tiers, or will when vLLM asks about them."""
+        """The number of requests that wait for tiers, or will when vLLM asks about them."""
         return sum(lookup.is_active for lookup in self._of(self._book))

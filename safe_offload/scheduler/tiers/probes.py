@@ -1,7 +1,7 @@
 """Probes: which of these blocks do the tiers have?
 
-Requests with one prefix share a probe: a block that is being asked for is not asked for again. What
-a tier says is an answer of that moment. It is forgotten with the requests that wanted it.
+Requests with one prefix share a probe: no block is in two probes at a time. An answer is a snapshot
+and is dropped with the requests that wanted it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.context import TierContext
 
 KEYS_MAX = 1 << 16
-"""Keys of all probes in flight together, beyond the first; the others wait."""
+"""Maximum number of keys in flight, beyond the first probe; other probes wait."""
 
 _ANY = bytes([0]) + bytes([255]) * 255
 """Translates the number of a tier: 0 for none, all bits for any."""
@@ -28,15 +28,15 @@ _ANY = bytes([0]) + bytes([255]) * 255
 
 @dataclass(slots=True, eq=False)
 class PendingProbe:
-    """A probe, from the moment that a request has it; changed by its methods only.
+    """A probe and its answers; only its methods change it.
 
     Bound: the requests that vLLM has, and an entry for each rank.
 
     Attributes:
-        users: requests that wait for the answer, in the order in which they came.
+        users: requests that wait for the answer, in the order of arrival.
         ranks_left: ranks that have not answered.
-        tiers: for each key the tier that has it on all ranks that have answered; 0 for none.
-        sent_s: when the plan was made that asks it; None before that.
+        tiers: by key, the tier that has it on all ranks that have answered; 0 for none.
+        sent_s: the time of its plan; None before that.
     """
 
     probe_id: int
@@ -47,11 +47,11 @@ class PendingProbe:
     sent_s: float | None = None
 
     def sent(self, now_s: float) -> None:
-        """A plan asks it."""
+        """A plan names it."""
         self.sent_s = now_s
 
     def answered(self, presence: Presence) -> bool:
-        """Note what a rank has; return whether it was the last one."""
+        """Record the answer of a rank; return whether it was the last one."""
         found = presence.tiers if len(presence.tiers) == len(self.keys) else bytes(len(self.keys))
         if self.tiers:
             both = int.from_bytes(self.tiers) & int.from_bytes(found.translate(_ANY))
@@ -66,7 +66,7 @@ class PendingProbe:
         return not self.ranks_left
 
     def present(self) -> Iterable[tuple[int, bytes, int]]:
-        """Return group, hash and tier of the blocks that are there."""
+        """Return group, hash and tier of the present blocks."""
         if not any(self.tiers):
             return ()
         keys = zip(self.keys.group_ids, self.keys.hashes, self.tiers, strict=True)
@@ -74,10 +74,10 @@ class PendingProbe:
 
 
 class Probes:
-    """The probes that not all ranks have answered.
+    """The unanswered probes.
 
-    Its state, which nothing else changes: the probes that no plan names, those in flight, and for
-    each KV cache group by which of them a block is asked for.
+    Its state, which nothing else changes: the probes that no plan names, those in flight, and by
+    KV cache group and hash, the probe of a block.
 
     Bound: the hashes of the requests that vLLM has; `KEYS_MAX` of them are in flight.
     """
@@ -97,7 +97,7 @@ class Probes:
         return f"Probes({len(self.waiting)} wait, {len(self._in_flight)} in flight)"
 
     def ask(self, wanted: Sequence[Sequence[bytes]], user: RequestState) -> list[PendingProbe]:
-        """Ask for blocks of each KV cache group; return the probes that tell of all of them."""
+        """Probe for blocks by KV cache group; return all probes that include them."""
         probes: dict[PendingProbe, None] = {}
         group_ids = bytearray()
         hashes: list[bytes] = []
@@ -121,7 +121,7 @@ class Probes:
         return list(probes)
 
     def release(self, probes: Iterable[PendingProbe], user: RequestState) -> None:
-        """A request needs these answers no more; what no request needs is not asked."""
+        """A request does not need these answers any more; unsent probes without users go."""
         for probe in probes:
             probe.users.discard(user)
             if not probe.users and probe.probe_id in self.waiting:
@@ -129,13 +129,13 @@ class Probes:
                 self._forget_keys(probe)
 
     def _forget_keys(self, probe: PendingProbe) -> None:
-        """From now on its blocks can be asked for again."""
+        """Allow its blocks in further probes."""
         for group_idx, block_hash in zip(probe.keys.group_ids, probe.keys.hashes, strict=True):
             if self._asked[group_idx].get(block_hash) is probe:
                 del self._asked[group_idx][block_hash]
 
     def plan(self, generation: str) -> tuple[Probe, ...]:
-        """Return the probes that this step sends, the first to come first."""
+        """Return the probes that this step sends, in the order of arrival."""
         self._planned, num_keys = [], self._num_keys
         for probe in self.waiting.values():
             if num_keys and num_keys + len(probe.keys) > KEYS_MAX:
@@ -145,7 +145,7 @@ class Probes:
         return tuple(Probe(p.probe_id, p.keys, generation) for p in self._planned)
 
     def sent(self, now_s: float) -> None:
-        """The workers are told of what `plan` has returned."""
+        """The plan with these probes has been sent."""
         for probe in self._planned:
             del self.waiting[probe.probe_id]
             probe.sent(now_s)
@@ -154,7 +154,7 @@ class Probes:
         self._planned = []
 
     def note(self, presence: Presence) -> PendingProbe | None:
-        """Note an answer; return the probe if all ranks have answered it."""
+        """Record an answer; return the probe if all ranks have answered it."""
         probe = self._in_flight.get(presence.probe_id)
         if probe is None:
             self._counters[Count.STALE_REPORTS] += 1
@@ -170,7 +170,7 @@ class Probes:
         return probe
 
     def forget(self) -> None:
-        """No request needs an answer any more; those that come settle what is in flight."""
+        """Drop the users of all probes; answers still settle the probes in flight."""
         self.waiting.clear()
         self._planned = []
         for asked in self._asked:

@@ -1,4 +1,4 @@
-"""What is fetched for the requests that know what tiers have: as much as pays and has room."""
+"""Promotions: starts the fetches of requests whose probes are answered, if they pay and fit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 LOOKED_AT_MAX = 1 << 15
-"""Blocks of requests that are looked at in one step, beyond the first of these: some 20 ms."""
+"""Maximum number of blocks checked per step, beyond the first request: some 20 ms."""
 
 
 class Promotions:
-    """Begins fetches; it keeps nothing from one step to the next.
+    """Starts fetches; it has no state between steps.
 
     Bound: an entry for each tier.
     """
@@ -45,9 +45,9 @@ class Promotions:
         self._fetches = fetches
 
     def begin(self, generation: str) -> None:
-        """Fetch what tiers have, for whom vLLM asks about first, then in the order of arrival.
+        """Start fetches, first for requests that vLLM has asked about, then in order of arrival.
 
-        Of many requests with long prompts the last ones wait for one of the next steps.
+        With many long prompts, the last ones wait for a later step.
         """
         wanting = sorted(
             (lookup for user in self._lookups.wanting if (lookup := user.lookup) is not None),
@@ -62,7 +62,7 @@ class Promotions:
                     return
 
     def _begin_for(self, lookup: LookUp, generation: str) -> None:
-        """Fetch what tiers have for a request, if that pays, as much as there is room for."""
+        """Fetch the blocks of a request from tiers, if that pays, as far as there is room."""
         user, num_computed_tokens = lookup.user, lookup.num_computed_tokens
         hashes, present = user.request.block_hashes, self._present(lookup)
         end_max = lookup.end_max(num_computed_tokens)
@@ -92,7 +92,7 @@ class Promotions:
             held.release()
 
     def _pays(self, lookup: LookUp, hit: TieredHit, first_token: int) -> bool:
-        """Whether a hit is worth being fetched."""
+        """Return whether fetching a hit pays."""
         offer = _offer(lookup, hit, first_token)
         if offer.num_tokens <= 0:
             return False
@@ -107,7 +107,7 @@ class Promotions:
     def _fetch(
         self, lookup: LookUp, hit: TieredHit, first_token: int, present: Present, generation: str
     ) -> None:
-        """Fetch what only tiers have, and wait for what others fetch."""
+        """Fetch the blocks that only tiers have, and wait for those being fetched."""
         user = lookup.user
         shared = self._fetches.under_way(hit.slots)
         tier = _farthest(hit, shared)
@@ -132,7 +132,7 @@ class Promotions:
     def _stages(
         self, lookup: LookUp, hit: TieredHit, first_token: int, tier: int, present: Present
     ) -> list[Stage]:
-        """Fetch a hit in stages if it may be late, as only all of it together is of use."""
+        """Return a hit in stages if it may be late and only the whole hit is usable."""
         whole = [Stage(first_token, hit.blocks)]
         offer = _offer(lookup, hit, first_token)
         if self._costs.is_soon(offer, len(hit.blocks), tier, lookup.waited_s):
@@ -144,7 +144,7 @@ class Promotions:
         return stages if has_room and self._costs.fetch_pays(offer, num_blocks, tier) else whole
 
     def _present(self, lookup: LookUp) -> Present:
-        """Return what the tiers have of a request's blocks, as they have answered."""
+        """Return the request's blocks that tiers have, by their answers."""
         present: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         for probe in lookup.probes:
             for group_idx, block_hash, tier in probe.present():
@@ -153,12 +153,12 @@ class Promotions:
 
 
 def _offer(lookup: LookUp, hit: TieredHit, first_token: int) -> Offer:
-    """Return what a hit brings beyond a token."""
+    """Return the costs of a hit beyond a token."""
     end_token = lookup.num_computed_tokens + hit.num_tokens
     return Offer(end_token - first_token, lookup.user.request.num_tokens - end_token)
 
 
 def _farthest(hit: TieredHit, shared: list[Fetch]) -> int:
-    """Return the number of the farthest tier that something comes from."""
+    """Return the number of the farthest tier of these blocks."""
     tiers = [block.tier for block in hit.blocks]
     return max([*tiers, *(fetch.batch.tier for fetch in shared)], default=1)

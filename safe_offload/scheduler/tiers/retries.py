@@ -1,8 +1,8 @@
-"""Blocks that a tier failed to take, until they are written again.
+"""Retries of failed writes to tiers.
 
-A hit has no gaps: one block that is lost at the head of a prompt costs all that is behind it. So
-what failed goes before what is new, and what failed most often, the oldest, before all else; but
-for while tiers take nothing (`Spills`). As all that waits to be spilled, it is not leased.
+A hit has no gaps: one block lost at the head of a prompt costs all blocks after it. So retries go
+before new blocks, and those that failed most often, the oldest, go first, except while tiers take
+nothing (`Spills`). Like all blocks waiting to be spilled, they have no lease.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Final
 from safe_offload.scheduler.pending import Write
 
 PAUSES_S: Final = (0.0, 1.0, 4.0, 16.0, 64.0)
-"""Before each further try. They outlast a circuit breaker that opens, and a server that restarts.
-"""
+"""Pauses before each retry. They outlast an open circuit breaker and a restart of a server."""
 WAITING_MAX: Final = 1 << 16
-"""Blocks; those that fail when as many wait are not tried again."""
+"""Maximum number of waiting blocks; further failed ones are not retried."""
 
 
 class Retries:
     """Writes that wait for their next try.
 
-    Its state, which nothing else changes: for each pause, by slot, those that make it and when it
-    ends, in this order.
+    Its state, which nothing else changes: by pause and slot, the writes and the ends of their
+    pauses, in this order.
 
     Bound: `WAITING_MAX`.
     """
@@ -36,9 +35,9 @@ class Retries:
         return sum(map(len, self._waiting))
 
     def add(self, write: Write, tiers: int, now_s: float) -> bool:
-        """Try a write that has failed again in these tiers; return False if it has had its tries.
+        """Schedule a retry in these tiers; return False if there were too many already.
 
-        What its slot held before is forgotten.
+        Replaces a waiting write of the same slot.
         """
         number = write.num_failures
         if number >= len(PAUSES_S) or len(self) >= WAITING_MAX:
@@ -50,12 +49,12 @@ class Retries:
 
     @property
     def due_s(self) -> float:
-        """When the first pause ends."""
+        """Return the end of the first pause."""
         firsts = (next(iter(waiting.values()))[0] for waiting in self._waiting if waiting)
         return min(firsts, default=float("inf"))
 
     def take(self, count: int, now_s: float) -> list[Write]:
-        """Take out up to `count` writes whose pauses have ended."""
+        """Remove and return up to `count` writes whose pauses have ended."""
         due: list[Write] = []
         for waiting in reversed(self._waiting):
             for slot, (due_s, write) in list(islice(waiting.items(), count - len(due))):
@@ -66,7 +65,7 @@ class Retries:
         return due
 
     def discard(self, slots: Iterable[int]) -> int:
-        """Forget what these slots held; return how many had something that waits."""
+        """Drop the writes of these slots; return their number."""
         found = [(waiting, waiting.keys() & slots) for waiting in self._waiting if waiting]
         for waiting, gone in found:
             for slot in gone:
@@ -74,6 +73,6 @@ class Retries:
         return sum(len(gone) for _, gone in found)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all writes."""
         for waiting in self._waiting:
             waiting.clear()

@@ -1,17 +1,17 @@
-"""Spills: what the host holds, written to the tiers some time later.
+"""Spills: asynchronous writes of host blocks to the tiers.
 
-A block that waits to be spilled is not leased. When its turn comes it is looked up again: what the
-host has evicted by then is dropped, and counted. So the queue is no longer than there are slots,
-and holds nothing back. Few spills are in flight at a time, of a bounded size, and lease their slots
-until all ranks have read them.
+A block that waits to be spilled has no lease. When it is next, it is looked up again; if the host
+has evicted it, it is dropped and counted. So the queue is no longer than the pool, and blocks
+nothing. Few spills of bounded size are in flight at a time, and lease their slots until all ranks
+have read them.
 
-By default all that is stored is spilled. Where tiers take only what the host is about to evict, the
-next slots to go are looked at while free ones are few; where they take only what was hit, the whole
-prefix of each load that begins, since its end is worth nothing without its head. What was fetched
-from a tier is spilled at the same moment, to the nearer tiers that keep.
+By default, all stored blocks are spilled. If tiers take evicted blocks only, the next victims are
+checked while free slots are few. If they take blocks with hits only, the whole prefix of each load
+is checked, since its end is useless without its head. Blocks fetched from a tier are spilled at
+once to the nearer tiers that keep copies.
 
-What a tier failed to take is written again, to that tier (`retries.py`). What it refused is not: it
-would evict others' objects, or be refused again.
+A failed write is retried in the tier that failed (`retries.py`). A refused one is not: it would
+evict other engines' objects, or be refused again.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.context import TierContext
 
 IN_FLIGHT_MAX = 2
-"""Spills: while one is written, the next is known."""
+"""Maximum number of spills: while one is written, the next is known."""
 BATCH_BYTES_MAX = 64 << 20
-"""Of one spill, of all ranks together."""
+"""Of one spill, over all ranks."""
 BATCH_SHARE = 16
-"""A spill leases at most one slot in this many; as many are looked at that are evicted next."""
+"""A spill leases at most one slot in this many; the same number of next victims is checked."""
 AWAKE_S = 10.0
-"""Without anything written, nor anything new to write, an idle engine steps no more for what is to
-be written again; it is when there is a request."""
+"""After this time without a write or a new block, an idle engine stops stepping for retries; they
+continue with the next request."""
 AHEAD_MAX = 4096
-"""Slots that are looked at in one step: a millisecond."""
+"""Slots checked per step: a millisecond."""
 
 
 class Spills:
-    """Blocks that wait to be spilled, and those that are.
+    """Blocks that wait to be spilled, and spills in flight.
 
-    Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
-    came; those that have failed; the ledger; how often all that waits was forgotten (its epoch);
-    when a step was planned last, and when something was written or new; whether the last spill
-    wrote anything; and, where not all is spilled, what tiers have of the slots or have refused, and
-    as of which version of the directory all that is to be looked at has been.
+    Its state, which nothing else changes: the waiting blocks by slot, in the order of arrival; the
+    failed ones; the ledger; the number of times that the queue was cleared (its epoch); the times
+    of the last plan and of the last write or new block; whether the last spill wrote anything; and,
+    unless all blocks are spilled, which slots' blocks tiers have or have refused, and the version
+    of the directory at the last complete check.
 
-    What a tier has goes with its number, its origin; 0 stands for what none is known to have.
+    The origin of a block is the number of the tier that has it; 0 if none is known to.
 
     Bound: an entry for each slot.
 
     Attributes:
-        looks: in each plan it is looked at what is evicted next, or has been hit.
+        looks: each plan checks the next victims, or the blocks with hits.
         retries: read only outside.
     """
 
@@ -92,7 +92,7 @@ class Spills:
         return len(self.ledger)
 
     def stored(self, store: Store) -> None:
-        """A store that every rank has reported is about to be published."""
+        """A complete store is about to be published."""
         if store.failure is not None or store.epoch != self._directory.epoch or self.looks:
             return
         for part in store.parts:
@@ -105,7 +105,7 @@ class Spills:
             self._queue.update(zip(slots, keys, strict=False))
 
     def fetched(self, fetch: Fetch, slots: Iterable[int]) -> None:
-        """A fetch has brought blocks that can be found, in these slots."""
+        """A fetch has published blocks in these slots."""
         is_kept = fetch.batch.tier > self._nearest_kept
         if not (is_kept or self.looks):
             return
@@ -126,7 +126,7 @@ class Spills:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     def _look_ahead(self) -> None:
-        """Queue what the host is about to evict and tiers do not have."""
+        """Queue the next victims that tiers do not have."""
         slots, directory = self._slots, self._directory
         if slots.num_empty >= self._num_ahead or directory.version == self._seen_version:
             return
@@ -134,7 +134,7 @@ class Spills:
         self._offer(slots.next_evicted(self._num_ahead))
 
     def _look_at_hits(self) -> None:
-        """Queue what the loads that begin read, all before it, and tiers do not have."""
+        """Queue the prefixes of the new loads that tiers do not have."""
         for load in self._loads.new:
             request, end = load.owner.request, load.end_hash * self._geometry.hash_block_size
             for group_idx in self._geometry.group_ids:
@@ -144,7 +144,7 @@ class Spills:
                 self._offer(self._directory.filled([slot for slot in found if slot is not None]))
 
     def _offer(self, slots: Iterable[int]) -> None:
-        """Queue those of the slots that tiers do not have."""
+        """Queue the slots whose blocks tiers do not have."""
         directory, hashes, spilled = self._directory, self._directory.hashes, self._spilled
         for slot in slots:
             block_hash = hashes[slot]
@@ -157,9 +157,9 @@ class Spills:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     def plan(self, generation: str, now_s: float) -> tuple[TierTransfer, ...]:
-        """Return what is spilled from this step on.
+        """Return the new spills of this step.
 
-        While a spill is in flight, another starts only at full size, so that there are few.
+        While a spill is in flight, another one starts only at full size, to keep spills few.
         """
         self._now_s = now_s
         if self._hit_only and self._loads.new:
@@ -180,9 +180,9 @@ class Spills:
         return (spill.message,)
 
     def _make(self, generation: str) -> Spill | None:
-        """Lease the first of the blocks that wait and that the host still has.
+        """Make a spill of the first waiting blocks that the host still has, and lease them.
 
-        While tiers take nothing, those not tried yet go first: each is tried once, soon.
+        While tiers take nothing, new blocks go first: each is tried once, soon.
         """
         queue, find = self._queue, self._directory.find
         num_first = 0 if self._writes_succeed else len(queue)
@@ -238,11 +238,11 @@ class Spills:
         )
 
     def sent(self) -> None:
-        """The workers are told of the new spills."""
+        """The plan with the new spills has been sent."""
         self.ledger.sent()
 
     def settle(self, spill: Spill) -> None:
-        """Every rank has reported a spill, and reads its slots no more."""
+        """Complete a spill that every rank has reported, and release its slots."""
         self.ledger.remove(spill)
         counters, again = self._counters, spill.again
         if spill.failure is not None:
@@ -269,7 +269,7 @@ class Spills:
             spill.lease.release()
 
     def _try_again(self, writes: Sequence[Write], again: Mapping[int, int]) -> set[int]:
-        """Let what failed wait for its next try; return the slots of what does."""
+        """Schedule retries of failed writes; return their slots."""
         waiting: set[int] = set()
         for place, write in enumerate(writes):
             tiers = again.get(place, 0)
@@ -282,14 +282,14 @@ class Spills:
         return waiting
 
     def forget(self) -> None:
-        """Spill nothing of what waits; what is in flight goes on."""
+        """Drop the waiting blocks; spills in flight continue."""
         self._queue.clear()
         self.retries.clear()
         self._epoch += 1
         self._spilled.clear()
 
     def give_up(self) -> None:
-        """After an internal error: forget what no worker reads."""
+        """After an internal error, drop the spills of no worker."""
         self.forget()
         self.ledger.give_up()
 
@@ -300,16 +300,16 @@ class Spills:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether blocks wait for a spill that a plan can name."""
+        """Return whether blocks wait for a spill that a plan can start."""
         return bool(self._queue) and not self.ledger.in_flight
 
     @property
     def retries_soon(self) -> bool:
-        """Whether an idle engine goes on for what is to be written again."""
+        """Return whether an idle engine keeps stepping for retries."""
         is_moving = self._now_s - self._moved_s <= AWAKE_S
         return is_moving and bool(len(self.retries)) and not self.ledger.in_flight
 
     @property
     def due_s(self) -> float:
-        """When to plan again, if nothing happens before."""
+        """Return when to plan again, if nothing happens before."""
         return min(self.retries.due_s, self._moved_s + AWAKE_S if self.retries_soon else math.inf)

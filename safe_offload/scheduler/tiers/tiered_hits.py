@@ -1,8 +1,7 @@
-"""How far host memory and tiers together could bring a request, by vLLM's own hit rules.
+"""Tiered hits: the longest hit of host memory and tiers together, by vLLM's own hit rules.
 
-A hit is what host memory has (`hits.py`). A tiered hit is what it could become if everything were
-fetched that the tiers have. The same rules decide both, so that windows, states and chunks need
-none of ours.
+A hit is in host memory (`hits.py`). A tiered hit is the hit after a fetch of everything that the
+tiers have. The same rules apply to both, so windows, states and chunks need no rules here.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 STAGE_ENDS = (8, 4, 2)
 """A stage ends at an eighth, a quarter, and half of the tokens."""
 MORE_BLOCKS_MAX = 1.5
-"""A hit is fetched in stages if that takes at most this many times its blocks."""
+"""A hit is fetched in stages if these have at most this many times its blocks."""
 
 Present = tuple[dict[bytes, int], ...]
-"""For each KV cache group, the blocks that tiers have, by their hashes: which of them, from 1."""
+"""By KV cache group and hash, the tier that has the block, counted from 1."""
 
 
 class TierBlock(NamedTuple):
@@ -43,10 +42,10 @@ class TierBlock(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Blocks that bring a request to the next boundary if all stages before have come.
+    """Blocks that extend the hit to the next boundary, after all earlier stages.
 
     Attributes:
-        first_token: up to there a request can go without it.
+        first_token: the token that a request can reach without it.
     """
 
     first_token: int
@@ -61,8 +60,8 @@ class TieredHit:
 
     Attributes:
         num_tokens: length of the run.
-        blocks: of it that only tiers have, in the order of their tokens.
-        slots: of its other blocks, those included that are being filled.
+        blocks: that only tiers have, in the order of their tokens.
+        slots: of the other blocks, including those being filled.
     """
 
     num_tokens: int
@@ -98,7 +97,7 @@ class _HostOrTiers:
 
 
 class TieredHits:
-    """Finds tiered hits; it keeps nothing from one search to the next."""
+    """Finds tiered hits; it has no state between searches."""
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hits: HostHits
@@ -156,18 +155,18 @@ class TieredHits:
         first_token: int,
         present: Present,
     ) -> list[Stage]:
-        """Cut a hit into stages, so that a part of it is of use when the rest is late.
+        """Split a hit into stages, so that the first ones are usable when the rest is late.
 
-        A hit needs what lies in a window or is a state at its end. So each stage has what a hit
-        needs that ends where it ends, which the whole may not need.
+        A hit needs the window or the state at its end. So each stage includes those at its own end,
+        which the whole hit may not need.
 
         Args:
             hit: found with the other arguments.
             block_hashes, num_computed_tokens, present: see `find`.
-            first_token: up to there the request can go without any of it.
+            first_token: the token that the request can reach without the hit.
 
         Returns:
-            One stage, if more took too many blocks.
+            One stage, if several would have too many blocks.
         """
         end_token = num_computed_tokens + hit.num_tokens
         stages: list[Stage] = []
@@ -186,7 +185,7 @@ class TieredHits:
 
 
 def _unseen(blocks: list[TierBlock], seen: set[tuple[int, bytes]]) -> list[TierBlock]:
-    """Return the blocks that are not in `seen`, and put them there."""
+    """Return the blocks that are not in `seen`, and add them."""
     new = [block for block in blocks if (block.group_idx, block.block_hash) not in seen]
     seen.update((block.group_idx, block.block_hash) for block in new)
     return new

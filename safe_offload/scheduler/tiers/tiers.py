@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 STUCK_FACTOR = 2
-"""An idle engine steps for transfers until this many times the time limit of a tier has passed
-without news of any."""
+"""An idle engine steps for transfers until this many time limits of a tier have passed without a
+report."""
 
 
 AT_ONCE = -math.inf
-"""When to plan again after something has happened."""
+"""`due_s` after an event."""
 
 
 class TierMessages(NamedTuple):
-    """What a plan tells the workers about tiers; see `StepPlan`."""
+    """The messages of a plan about tiers; see `StepPlan`."""
 
     probes: tuple[Probe, ...] = ()
     fetches: tuple[TierTransfer, ...] = ()
@@ -53,12 +53,12 @@ NO_MESSAGES = TierMessages()
 
 
 class Tiers:
-    """What plans tell the workers of tiers, and what these report. The planner alone calls it.
+    """Lookups, fetches and spills of the engine. Only the planner calls it.
 
-    Its own state, which nothing else changes: what has ended since the last plan, when there was
-    news of a transfer last, and those below.
+    Its own state, which nothing else changes: the transfers ended since the last plan, the time of
+    the last report of a transfer, and the attributes below.
 
-    Bound: what has ended since the last plan.
+    Bound: the transfers ended since the last plan.
 
     Attributes:
         due_s: after this time `plan` has something to do; read only outside.
@@ -89,17 +89,17 @@ class Tiers:
     # ---- a request -----------------------------------------------------------------------------
 
     def add_request(self, state: RequestState, *, may_read: bool) -> None:
-        """Look a new request up while it waits for its turn.
+        """Look a new request up while it is queued.
 
         Args:
-            may_read: what is stored may be loaded for it.
+            may_read: its hits may be loaded.
         """
         if may_read and not state.limits.is_brought:
             self.lookups.see(state)
         self.due_s = AT_ONCE
 
     def waits(self, state: RequestState, num_computed_tokens: int, now_s: float) -> bool:
-        """Return whether a request waits for tiers, when vLLM asks how much the host has of it."""
+        """Return whether a request waits for tiers, when vLLM asks for its hit."""
         waits = self.lookups.waits(state, num_computed_tokens, now_s)
         if self.lookups.wanting or self.probes.waiting:
             self.due_s = AT_ONCE
@@ -110,7 +110,7 @@ class Tiers:
         self.lookups.matched(state)
 
     def scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """VLLM has given a request blocks: to load `num_tokens` tokens, or with 0 to run."""
+        """VLLM has given a request blocks, to load `num_tokens` tokens or, with 0, to run."""
         self.lookups.scheduled(state, num_tokens)
 
     def end_request(self, state: RequestState) -> None:
@@ -118,7 +118,7 @@ class Tiers:
         self.lookups.end(state)
 
     def hit_tokens(self, load: Load, num_tokens: int) -> Mapping[int, int]:
-        """Return how many tokens of a load that just began come from which tier; 0: the host."""
+        """Return the tokens of a new load by the tier that they come from; 0 is the host."""
         first_token = load.first_hash * self._hash_block_size
         return self.lookups.hit_tokens(load.owner, first_token, num_tokens)
 
@@ -127,7 +127,7 @@ class Tiers:
     def plan(self, now_s: float) -> TierMessages:
         """Return the messages to the workers; `NO_MESSAGES` itself if there is none.
 
-        From now on only what happens, or is stuck, is a reason to plan again.
+        From now on, only an event or a stuck transfer is a reason to plan again.
         """
         if self._answered or self._fetched:
             self._measure(now_s)
@@ -153,14 +153,14 @@ class Tiers:
         return TierMessages(probes, fetches, spills)
 
     def sent(self, now_s: float) -> None:
-        """What `plan` returned is sent to the workers."""
+        """The plan with the messages of `plan` has been sent."""
         self.probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()
         self._has_news, self.due_s = True, AT_ONCE
 
     def _measure(self, now_s: float) -> None:
-        """Note how long what has ended took."""
+        """Record the times of ended probes and fetches."""
         for probe in self._answered:
             if probe.sent_s is not None:
                 self.costs.add_probe(len(probe.keys), now_s - probe.sent_s)
@@ -174,7 +174,7 @@ class Tiers:
     # ---- the workers have reported -------------------------------------------------------------
 
     def record(self, outcome: Outcome) -> bool:
-        """Record an outcome of a rank; False if it is of no fetch and no spill."""
+        """Record an outcome of a rank; return False if it is of no fetch or spill."""
         transfer_id = outcome.transfer_id
         transfer = self.fetches.ledger.get(transfer_id) or self.spills.ledger.get(transfer_id)
         if transfer is None:
@@ -186,7 +186,7 @@ class Tiers:
         return True
 
     def settle(self, report: StepReport) -> None:
-        """Settle what every rank has reported by now."""
+        """Complete the fetches and spills that every rank has reported."""
         if self._complete:
             complete, self._complete = self._complete, []
             self._has_news, self.due_s = True, AT_ONCE
@@ -210,38 +210,38 @@ class Tiers:
         self.lookups.fetched(fetch)
 
     def stored(self, store: Store) -> None:
-        """All ranks have reported a store, which is settled after this."""
+        """A store that every rank has reported is about to be settled."""
         self.spills.stored(store)
         self.due_s = AT_ONCE
 
     # ---- what went wrong -----------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Look up and spill nothing of what was wanted until now; what is in flight goes on."""
+        """End all lookups and drop waiting spills; transfers in flight continue."""
         self.lookups.stop()
         self.probes.forget()
         self.spills.forget()
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
-        """A rank cannot tell what this engine computes: use only what it has written itself.
+        """Use only objects of this engine, because a rank cannot identify its weights.
 
-        Without a generation a rank that doubts finds and writes nothing.
+        Without a generation, such a rank finds and writes nothing.
         """
         if not self.generation.name:
             self.stop()
             self.generation.stand_alone(doubts)
 
     def reset(self, *, is_vouched_for: bool) -> None:
-        """What tiers have may be of other weights from now on.
+        """The objects of tiers may be of other weights from now on.
 
-        What the operator says with `model_version`, if anything, is true of weights that the
-        operator has changed, not only of those that were loaded when the engine started.
+        A configured `model_version` also applies to weights that the operator has changed since the
+        start.
         """
         self.stop()
         self.generation.reset(is_vouched_for=is_vouched_for)
 
     def give_up(self) -> None:
-        """After an internal error: only what the workers copy goes on."""
+        """After an internal error, keep only the transfers that workers copy."""
         self.lookups.give_up()
         self._answered, self._fetched, self._complete = [], [], []
         self.probes.forget()
@@ -257,10 +257,10 @@ class Tiers:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping for what is in flight.
+        """Return whether the engine must keep stepping for transfers in flight.
 
-        Not for what is stuck: when it ends, the next step notices. And not for look-ups: their
-        requests keep vLLM stepping.
+        Not for stuck ones, whose end the next step notices, nor for lookups, whose requests keep
+        vLLM stepping.
         """
         if self.spills.is_waiting or self.spills.retries_soon:
             return True
@@ -273,7 +273,7 @@ class Tiers:
         self.fetches.check_invariants()
 
     def gauges(self) -> dict[str, float]:
-        """Return how fetches and spills stand; see `observe.metrics.GAUGES`."""
+        """Return the gauges of fetches and spills; see `observe.metrics.GAUGES`."""
         return {
             "fetches_in_flight": len(self.fetches),
             "spills_in_flight": len(self.spills),
