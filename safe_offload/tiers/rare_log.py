@@ -13,7 +13,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 LOG_EVERY_S: Final = 60.0
 KINDS_MAX: Final = 100
-_KIND_CHARS: Final = 80
+KIND_CHARS: Final = 80
 
 
 class RareLog:
@@ -21,12 +21,10 @@ class RareLog:
 
     Args:
         label: of the tier.
-        failed: the line about a failed call, with the label and the reason.
     """
 
-    def __init__(self, label: str, failed: str = "Tier %s failed to use its store: %s.") -> None:
+    def __init__(self, label: str) -> None:
         self._label = label
-        self._failed = failed
         self._said_at_s: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
@@ -42,8 +40,8 @@ class RareLog:
     def failure(self, error: OSError) -> None:
         """Log that the place failed, and the fix if the error has one."""
         reason = reason_of(error)
-        if self.is_due(reason[:_KIND_CHARS]):
-            logger.warning(self._failed, self._label, reason)
+        if self.is_due(reason[:KIND_CHARS]):
+            logger.warning("Tier %s failed to use its store: %s.", self._label, reason)
 
     def bad_object(self, result: Result, name: str) -> None:
         """Log that an object is not what it should be."""

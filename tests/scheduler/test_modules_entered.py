@@ -62,7 +62,7 @@ def modules_entered() -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("has_everything", "num_to_hit", "num_in_all"), [(False, 9, 22), (True, 21, 46)]
+    ("has_everything", "num_to_hit", "num_in_all"), [(False, 9, 21), (True, 21, 45)]
 )
 def test_modules_that_a_request_enters(has_everything, num_to_hit, num_in_all):
     rig = make_rig(has_everything=has_everything)

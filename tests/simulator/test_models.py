@@ -14,7 +14,7 @@ from safe_offload.compat import cache_hits, specs
 from safe_offload.compat.versions import installed_version
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.scheduler.geometry import GroupGeometry
-from safe_offload.scheduler.loads.admission import Admission
+from safe_offload.scheduler.loads.admission import Admission, Need
 from safe_offload.scheduler.loads.boundaries import Boundaries
 from safe_offload.scheduler.stores.stores import Stores
 from tests.simulator import recipes
@@ -258,6 +258,7 @@ class Waiting:
 
     request: Any
     finished: bool = False
+    need: Need | None = None
 
 
 # ---- runs ---------------------------------------------------------------------------------------

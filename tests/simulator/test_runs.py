@@ -29,7 +29,15 @@ SEEDS = dict.fromkeys(PROFILES, (0, 1)) | dict.fromkeys(
 )
 SEEDS |= {"resets": (4, 6), "shared-sparse": (4, 5), "tiers-hybrid-lazy": (4, 5)}
 SEEDS |= dict.fromkeys(
-    ("remote-last", "mamba-gpu", "mamba-large-lazy", "mamba-drafts", "repeats", "tiers-tenants"),
+    (
+        "remote-last",
+        "mamba-gpu",
+        "mamba-large-lazy",
+        "mamba-drafts",
+        "repeats",
+        "tiers-tenants",
+        "node",
+    ),
     (1, 0),
 )
 SEEDS |= {"spoilt": (1, 0)}

@@ -85,7 +85,7 @@ class ValkeyStore(Store):
         self._timeout_s = config.timeout_s
         self._ttl = _ttl_words(config.ttl_s)
         self._reads_extend = bool(self._ttl)
-        self.log = ServerLog(self.label, "Tier %s failed to use its server: %s.")
+        self.log = ServerLog(self.label)
         self._login = Login(config, CLIENT_NAME if slot_bytes else "")
         self._servers = Servers(self._login, config.num_connections)
         self._is_closed = False
