@@ -1,10 +1,10 @@
-"""What a client writes for its own request: how much is stored and loaded, and what is kept.
+"""Limits that a client sets for its own request.
 
-A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
+A client sends `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
-scheduler.py, RequestOffloadState). `pin_s` and `store` are our own. Whatever else a
-client writes there is junk, or another connector's: the request is served all the same. Of those,
-`do_remote_prefill` is read, by which a router says that another engine has the prompt (NIXL).
+scheduler.py, RequestOffloadState). `pin_s` and `store` are this connector's. Other keys are invalid
+or another connector's, and ignored, except `do_remote_prefill`, with which a router declares that
+another engine has the prompt (NIXL).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ALLOWED = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request allows, and asks for; None is no limit, 0 is nothing.
+    """The limits and options of a request; None is no limit, 0 is nothing.
 
     Attributes:
-        store_tokens: only blocks that end within this many first tokens are stored.
-        load_tokens: the most tokens, after those that the GPU has, come from the host.
-        leaves_nothing: it is stored nowhere, and nothing is noted of it.
-        pin_s: how long it is to stay on the host after its last use; 0 ends that, None is no wish.
-        is_fetched: what tiers have of it is fetched, whether or not that is expected to pay.
-        is_brought: another connector brings the prompt, so that tiers are not asked for it.
+        store_tokens: only blocks that end within this many tokens are stored.
+        load_tokens: the maximum number of tokens to load after those that the GPU has.
+        leaves_nothing: it is stored nowhere and leaves no statistics.
+        pin_s: how long it stays on the host after its last use; 0 unpins it, None changes nothing.
+        is_fetched: its blocks are fetched from tiers even if that is not expected to pay.
+        is_brought: another connector loads the prompt, so tiers are not probed.
     """
 
     store_tokens: int | None = None
@@ -53,8 +53,8 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
         params: the client's; keys of other connectors are ignored.
 
     Returns:
-        The limits, without those that cannot be used, and what is wrong with these. That names
-        keys and types, never a value: a client may have put its prompt there.
+        The valid limits, and the problems with the others. These name keys and types, never a
+        value: a client may have put its prompt there.
     """
     if params is None:
         return NO_LIMITS, []
@@ -82,14 +82,14 @@ def read_limits(params: object) -> tuple[Limits, list[str]]:
 
 
 def is_pin_time(value: object) -> bool:
-    """Whether something is a time that a prompt may be pinned for."""
+    """Return whether a value is a valid pin time."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 0 <= value <= MAX_PIN_S
 
 
 def _problem(value: object) -> str | None:
-    """What is wrong with a limit, if anything is."""
+    """Return the problem with a limit, or None."""
     if value is None:
         return None
     if type(value) is not int:  # True is an int too, and not meant as a number

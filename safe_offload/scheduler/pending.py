@@ -1,4 +1,4 @@
-"""Transfers of all kinds, from their planning until every rank has reported them."""
+"""Transfers of all kinds, from their plan until every rank has reported them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Pending:
-    """A transfer that some rank has not reported; its state changes by its methods only.
+    """A transfer that some rank has not reported; only its methods change it.
 
     Bound: an entry for each rank.
 
     Attributes:
         ranks_left: ranks that have not reported it.
-        failure: the first reason that a rank reported, or that its bytes cannot be trusted.
+        failure: the first reason that a rank reported, or `SOURCE_LOST`.
     """
 
     transfer_id: int
@@ -33,14 +33,14 @@ class Pending:
     failure: FailureReason | None = None
 
     def reported(self, rank: int, failure: FailureReason | None) -> bool:
-        """Note what a rank has reported; return whether it was the last one."""
+        """Record the report of a rank; return whether it was the last one."""
         self.ranks_left.discard(rank)
         if self.failure is None:
             self.failure = failure
         return not self.ranks_left
 
     def fail(self) -> None:
-        """Its bytes are not to be used, whatever the ranks report."""
+        """Fail it, whatever the ranks report."""
         if self.failure is None:
             self.failure = FailureReason.SOURCE_LOST
 
@@ -51,13 +51,13 @@ T = TypeVar("T", bound=Pending)
 class Ledger(Generic[T]):
     """Transfers of one kind: those for the next plan, and those in flight.
 
-    Its state: `new`, to which its owner adds, and, by transfer id, `in_flight`.
+    Its state: `new`, to which its owner adds, and `in_flight`, by transfer id.
 
-    Bound: that of its owner, who opens a load for each request that waits, stores up to a number of
-    blocks, fetches up to a number of slots, and a few spills.
+    Bound: its owner's: one load per waiting request, stores of a limited number of blocks, fetches
+    of a limited number of slots, a few spills.
 
     Args:
-        transfer_ids: never gives the same twice.
+        transfer_ids: yields unique ids.
     """
 
     def __init__(self, transfer_ids: Iterable[int], num_ranks: int) -> None:
@@ -70,11 +70,11 @@ class Ledger(Generic[T]):
         return f"{len(self.new)} new, {len(self.in_flight)} in flight"
 
     def open(self) -> tuple[int, set[int]]:
-        """Return the id of a new transfer, and the ranks that will report it."""
+        """Return a new transfer id, and the ranks that will report it."""
         return next(self._transfer_ids), set(range(self._num_ranks))
 
     def sent(self) -> list[T]:
-        """The workers have been told of the new ones; return these."""
+        """The plan with the new transfers has been sent; return these."""
         sent = self.new
         if sent:
             self.new = []
@@ -83,7 +83,7 @@ class Ledger(Generic[T]):
         return sent
 
     def get(self, transfer_id: int) -> T | None:
-        """Return the transfer of that id, if it is in flight."""
+        """Return the transfer with this id, if it is in flight."""
         return self.in_flight.get(transfer_id)
 
     def remove(self, transfer: T) -> None:
@@ -91,7 +91,7 @@ class Ledger(Generic[T]):
         del self.in_flight[transfer.transfer_id]
 
     def give_up(self) -> list[T]:
-        """After an internal error: forget those that no worker copies, and return them."""
+        """After an internal error, remove and return the transfers that no worker copies."""
         gone = [*self.new, *(t for t in self.in_flight.values() if not t.ranks_left)]
         self.new = []
         self.in_flight = {i: t for i, t in self.in_flight.items() if t.ranks_left}
@@ -103,14 +103,14 @@ class Ledger(Generic[T]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load(Pending):
-    """A load; requests that want the same may wait for it.
+    """A load; other requests may wait for it, too.
 
     Attributes:
-        owner: the request that waits for it.
+        owner: the request that vLLM blocks for it.
         hashes: of the owner's blocks, from its first token on.
-        first_hash, end_hash: which of these blocks it brings.
-        has_ended: every rank has reported it, or it was given up.
-        sent_s: when the plan was made that names it.
+        first_hash, end_hash: the range of these blocks that it loads.
+        has_ended: every rank has reported it, or it was dropped.
+        sent_s: the time of its plan.
     """
 
     transfer: Transfer
@@ -128,30 +128,30 @@ class Load(Pending):
         self.sent_s = now_s
 
     def end(self) -> None:
-        """Every rank has reported it, or it is given up."""
+        """It has ended: every rank has reported it, or it was dropped."""
         self.has_ended = True
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the owner still waits for it."""
+        """Return whether the owner still waits for it."""
         return not (self.has_ended or self.owner.finished)
 
     @property
     def has_landed(self) -> bool:
-        """Whether the owner has got what it brings."""
+        """Return whether the owner has its blocks."""
         return self.has_ended and self.failure is None and not self.owner.finished
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What a store keeps of one KV cache group.
+    """The blocks of a store in one KV cache group.
 
     Bound: an owner for each of its blocks.
 
     Attributes:
-        lease: the slots that it writes, one for each of them.
-        owners: the requests whose prefixes they extend, with how many of the blocks, in the order
-            of these; the rest belongs to none.
+        lease: the slots that it writes, one per block.
+        owners: the requests whose prefixes the blocks extend, each with its number of blocks, in
+            order; the rest have no owner.
     """
 
     blocks: BlockSet
@@ -159,7 +159,7 @@ class Part:
     owners: list[tuple[RequestState, int]]
 
     def reads(self, block_ids: Collection[int]) -> bool:
-        """Whether it keeps one of these blocks."""
+        """Return whether it stores one of these blocks."""
         return any(block.block_id in block_ids for block in self.blocks.blocks)
 
 
@@ -170,8 +170,8 @@ class Store(Pending):
     Bound: a part for each KV cache group of the requests that vLLM has.
 
     Attributes:
-        parts: what it keeps, of all requests of its step.
-        epoch: of the directory when it was planned; a store from before a reset is not published.
+        parts: the blocks of all requests of its step.
+        epoch: of the directory at its plan; a store from before a reset is not published.
     """
 
     parts: list[Part]
@@ -179,23 +179,23 @@ class Store(Pending):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it keeps."""
+        """Return its number of blocks."""
         return sum(len(part.lease.slots) for part in self.parts)
 
     def given_away(self) -> bool:
-        """Whether any of the blocks that it reads was given away."""
+        """Return whether any of its blocks was reallocated."""
         return any(part.blocks.given_away() for part in self.parts)
 
     def reads(self, block_ids: Collection[int]) -> bool:
-        """Whether it reads one of these blocks."""
+        """Return whether it reads one of these blocks."""
         return any(part.reads(block_ids) for part in self.parts)
 
     def keep_back(self) -> None:
-        """It is not published, whatever the ranks report, and is no failure."""
+        """Do not publish it, whatever the ranks report, without counting a failure."""
         self.epoch = -1
 
     def disown(self) -> None:
-        """No prefix is extended by what it keeps."""
+        """Extend no prefix with its blocks."""
         for part in self.parts:
             part.owners.clear()
 
@@ -207,7 +207,7 @@ class TierPending(Pending):
     Bound: an entry for each of its slots.
 
     Attributes:
-        missing: places in its keys that some rank could not fetch, or not spill.
+        missing: indices of keys that some rank could not fetch or spill.
     """
 
     message: TierTransfer
@@ -215,20 +215,20 @@ class TierPending(Pending):
     missing: set[int]
 
     def settled(self, outcome: Outcome) -> bool:
-        """Note what a rank has reported; return whether it was the last one."""
+        """Record the report of a rank; return whether it was the last one."""
         self.missing.update(outcome.missing)
         return self.reported(outcome.rank, outcome.failure)
 
 
 @dataclass(slots=True, eq=False)
 class FetchBatch:
-    """All that is fetched for one request at one time, so that it can be timed.
+    """The fetches begun together for one request, which are timed together.
 
     Attributes:
-        tier: the farthest that something comes from, counted from 1.
-        num_left: fetches of it that have not ended.
-        is_whole: nothing of it was missing.
-        sent_s: when the plan was made that names it.
+        tier: the farthest tier that they read, counted from 1.
+        num_left: unfinished fetches.
+        is_whole: no block was missing.
+        sent_s: the time of their plan.
     """
 
     tier: int
@@ -242,19 +242,19 @@ class FetchBatch:
         self.sent_s = now_s
 
     def ended(self, *, is_whole: bool) -> bool:
-        """A fetch of it has ended; return whether that was the last one."""
+        """One of its fetches has ended; return whether it was the last one."""
         self.is_whole &= is_whole
         self.num_left -= 1
         return not self.num_left
 
 
 class Write(NamedTuple):
-    """A block in a slot that is to be written to tiers.
+    """A block to be written to tiers from its slot.
 
     Attributes:
-        origin: the tier that has it, see `TierTransfer`.
-        targets: likewise.
-        num_failures: how often that has failed.
+        origin: see `TierTransfer`.
+        targets: see `TierTransfer`.
+        num_failures: number of failed tries.
     """
 
     slot: int
@@ -267,15 +267,14 @@ class Write(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Spill(TierPending):
-    """What is written to tiers.
+    """A transfer from host slots to tiers.
 
     Bound: an entry for each of its slots.
 
     Attributes:
-        writes: what each of its keys is.
-        epoch: see `Spills`; what failed of one of before is not tried again.
-        again: by place in its keys, the tiers to write it to again; 0 if some rank has been refused
-            for good.
+        writes: one per key.
+        epoch: see `Spills`; failed writes of an earlier epoch are not retried.
+        again: by index of its keys, the tiers to retry; 0 if a rank was refused for good.
     """
 
     writes: Sequence[Write]
@@ -291,14 +290,14 @@ class Spill(TierPending):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fetch(TierPending):
-    """A part of a batch.
+    """A piece of a batch.
 
     Bound: the requests that vLLM has.
 
     Attributes:
-        epoch: of the directory when it was planned; what comes after a reset is not published.
-        users: requests that wait for it, or for which it has come. Its lease is theirs.
-        first_token: up to there a request can go without it, if all before it has come.
+        epoch: of the directory at its plan; a fetch from before a reset is not published.
+        users: requests that wait for it, or have not used it yet. Its lease is theirs.
+        first_token: the token that a request can reach without it, after all earlier pieces.
     """
 
     epoch: int
@@ -308,5 +307,5 @@ class Fetch(TierPending):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has got all of it."""
+        """Return whether every rank has all blocks."""
         return not self.ranks_left and self.failure is None and not self.missing

@@ -1,8 +1,8 @@
-"""Who a request is, where it is in its life, and the filter for finished ids.
+"""The state of requests, and the filter of finished request ids.
 
-vLLM's hooks name a request in any order, twice, or not at all. A `RequestState` is made when the
-first of them does, and kept until vLLM holds no block for the request. Requests are told apart by
-their object, not by their id, so that an id that is used again starts a new life.
+vLLM's hooks name a request in any order, repeatedly, or not at all. A `RequestState` is created by
+the first of them and kept until vLLM holds no block of the request. Requests are identified by
+their object, not by their id, so that a reused id is a new request.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 HIT_ENDS_MAX = 256
-"""Of one request: when it ends, it is looked at what the host has at each."""
+"""Per request: at its end, the host's blocks at each are checked."""
 HELD_LOOKS = 64
-"""In one step, at requests that have ended, for whether their blocks or loads are still held."""
+"""Ended requests checked per step for blocks and loads that are still held."""
 
 
 class Phase(enum.Enum):
-    """Where a request is in its life."""
+    """The phase of a request."""
 
     WAITING = "waiting"
     """Known, without a hit; also after a preemption and after a load."""
     MATCHED = "matched"
     """A hit was reported to vLLM and is leased."""
     LOADING = "loading"
-    """vLLM waits for a load of ours, or to hear that it failed."""
+    """vLLM waits for this connector's load, or for the report of its failure."""
     RUNNING = "running"
     """Scheduled: its blocks are being computed and stored."""
     FINISHED = "finished"
@@ -72,9 +72,9 @@ _EDGES: dict[Phase, frozenset[Phase]] = {
 
 
 class RequestQueue(dict["RequestState", None]):
-    """Requests that wait for the same, in the order in which they came: to be walked.
+    """Requests that wait for the same event, in the order of arrival.
 
-    It answers nothing about a request. `RequestState.close` takes one out of each that it is in.
+    It has no data about a request. `RequestState.close` removes the request from all its queues.
 
     Bound: the requests that vLLM has.
     """
@@ -82,66 +82,65 @@ class RequestQueue(dict["RequestState", None]):
     __slots__ = ()
 
     def add(self, state: RequestState) -> None:
-        """A request waits from now on, if it does not yet."""
+        """Add a request, unless it is in the queue."""
         if state not in self:
             self[state] = None
             state.queues += (self,)
 
     def discard(self, state: RequestState) -> None:
-        """A request waits no more, if it does."""
+        """Remove a request, if it is in the queue."""
         if state in self:
             del self[state]
             state.queues = tuple(queue for queue in state.queues if queue is not self)
 
     def clear(self) -> None:
-        """Nobody waits any more."""
+        """Remove all requests."""
         for state in list(self):
             self.discard(state)
 
 
 class RequestState:
-    """One request: who it is, where it is in its life, and what others know of it.
+    """The state of one request.
 
-    Its state is `limits` and what follows. Only the methods here change it, but for the slots, each
-    of which one other file fills: what is known of a request is here and nowhere else.
+    Only the methods here change `limits` and the other fields, except for the slots, each of which
+    one other file fills: nothing about a request is kept anywhere else.
 
     Bound: `HIT_ENDS_MAX` ends, and that of each slot's owner.
 
     Attributes:
         num_loads: loads that not all ranks have reported, or whose failure is not announced.
-        is_failing: a plan has announced that its load failed, and the workers' echo, which alone
-            may end its wait, has not come back.
-        is_announced: vLLM was told that its present wait has ended.
-        hit_ends: tokens at which hits of its prompt end, and others' will: where it began after
-            what the GPU or the host had, and where prompts were seen to part; the first
-            `HIT_ENDS_MAX` of them.
-        is_refused: of what it computes nothing more is stored, as others are worth more.
-        num_kept_tokens: when it has ended, how many first tokens it has computed that its client
-            lets be stored: what there is to learn from a request about what to keep.
+        is_failing: a plan has announced that its load failed, and the workers have not yet reported
+            that to vLLM, which alone ends its wait.
+        is_announced: the end of its present wait was reported to vLLM.
+        hit_ends: tokens at which hits of its prompt end: the ends of the GPU's and the host's hits,
+            and where prompts diverged; the first `HIT_ENDS_MAX` of them.
+        is_refused: its further blocks are not stored, as others are worth more.
+        num_kept_tokens: after its end, the number of leading computed tokens that its client allows
+            to be stored; policies and estimates learn from these.
         is_retained: its blocks are stored even if others are worth more, and at once when it ends.
-        response: the fields that vLLM adds to the `kv_transfer_params` of its response, if any.
-        queues: that it is in; `RequestQueue` alone changes them.
-        load: how far it has come with its hits and loads.
+        response: fields that vLLM adds to the `kv_transfer_params` of its response, if any.
+        queues: that it is in; only `RequestQueue` changes them.
+        load: its hits and loads.
         need: the GPU blocks that it holds for a load, and those that it misses.
-        marks: some of its hashes, by which those are found that share them.
-        boundary: where vLLM keeps windows and states of it.
-        extras: blocks that vLLM has hashed on our account, boundary by boundary, since it runs.
-        is_decoding: it had computed all its tokens when it was looked at last for what to store.
-        num_computed: of its tokens then, if it had not.
-        snapshots: the block tables that it had then.
-        tables: those that it had when it began to run last.
-        eager: how far its blocks are stored, where they are as soon as they are computed.
-        left_out_from: nothing of it is stored lazily, from this hash on; None if it may be.
+        marks: some of its hashes, by which requests with the same ones are found.
+        boundary: where vLLM retains its windows and states.
+        extras: blocks that vLLM has hashed for the connector, by boundary, since it last started.
+        is_decoding: at the last check for blocks to store, it had computed all its tokens.
+        num_computed: of its tokens at that check, if it had not.
+        snapshots: its block tables at that check.
+        tables: its block tables when it last started to run.
+        eager: the progress of its eager stores.
+        left_out_from: its blocks from this hash on are not stored lazily; None if all may be.
         prefix: a lease of its host copy.
-        loaded: a lease of what it has loaded, until that becomes part of its prefix.
-        num_parts: of stores, that extend its prefix and have not settled.
-        left_over: blocks that found no slots, as they were last seen.
-        outdated: the block tables that it had at a reset, if it has one of them still.
-        lookup: what it does with tiers; None if nothing.
-        private: how many of its hashes were looked at for private ones; None if it has none.
-        num_learned: of its hashes that KV events can describe; None if they describe none.
-        num_asked: tokens that the host was asked for, while it waits; None if no tenant counts.
-        is_estimated: other sizes of host memory were asked for it, too.
+        loaded: a lease of its loaded slots, until they become part of its prefix.
+        num_parts: of unsettled stores that extend its prefix.
+        left_over: blocks that found no slots, as they were at the last check.
+        outdated: its block tables at a reset, while it has one of them.
+        lookup: its lookups in tiers; None without.
+        private: number of its hashes checked for private ones; None if it has none.
+        num_learned: number of its hashes that KV events can describe; None without.
+        num_asked: tokens requested from the host, while it waits; None if no tenant counts them.
+        is_estimated: it was looked up in the simulated caches, too.
         pins: that it uses.
     """
 
@@ -189,12 +188,12 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether vLLM has finished the request."""
+        """Return whether vLLM has finished the request."""
         return self.phase is Phase.FINISHED
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether vLLM keeps what was loaded for it, though it does not run."""
+        """Return whether vLLM holds loaded blocks for it although it does not run."""
         status, is_begun = self.request.status, self.request.num_computed_tokens > 0
         is_ready = status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         return status == RequestStatus.WAITING_FOR_REMOTE_KVS or bool(is_ready and is_begun)
@@ -203,7 +202,7 @@ class RequestState:
         """Change the phase.
 
         Raises:
-            InvariantError: the table above has no such edge.
+            InvariantError: the table above has no such transition.
         """
         if phase not in _EDGES[self.phase]:
             raise InvariantError(
@@ -215,23 +214,23 @@ class RequestState:
 
     @property
     def may_hit(self) -> bool:
-        """Whether anything that is stored may be loaded for it."""
+        """Return whether hits may be loaded for it."""
         return not self.request.skip_reading_prefix_cache and self.limits.load_tokens != 0
 
     def limit(self, limits: Limits) -> None:
-        """Allow, and ask for, something else than its client alone."""
+        """Replace its limits."""
         self.limits = limits
 
     def retain(self) -> None:
-        """Keep all of it from being refused or put off; see `is_retained`."""
+        """Store all its blocks without delay; see `is_retained`."""
         self.is_retained = True
 
     def refuse(self, num_tokens: int) -> None:
-        """Store none of the blocks that end after so many first tokens, which others may hold."""
+        """Store no block that ends after this many tokens; see `is_refused`."""
         self.limits, self.is_refused = replace(self.limits, store_tokens=num_tokens), True
 
     def end_with(self, num_computed_tokens: int) -> None:
-        """It ends, and has computed so many first tokens that may be stored."""
+        """Set `num_kept_tokens` from its computed tokens and its limits."""
         limit = None if self.is_refused else self.limits.store_tokens
         self.num_kept_tokens = num_computed_tokens
         if limit is not None:
@@ -242,9 +241,9 @@ class RequestState:
         self.response = {**(self.response or {}), **fields}
 
     def close(self) -> None:
-        """It has ended: it waits in no queue. What its slots hold goes when nothing refers to it.
+        """Remove an ended request from all queues; its slots are freed with the state.
 
-        Leases and counts that others share are given back by the slots' owners, in the order of
+        The owners of slots have returned leases and shared counts before, in the order of
         `Planner._end`.
         """
         self.move(Phase.FINISHED)
@@ -253,54 +252,53 @@ class RequestState:
         self.queues = ()
 
     def ends_hits_at(self, num_tokens: int) -> None:
-        """Note that hits end at a token."""
+        """Record a token at which hits end."""
         if len(self.hit_ends) < HIT_ENDS_MAX:
             self.hit_ends.add(num_tokens)
 
     def allocated(self) -> None:
-        """vLLM gave it blocks: whatever it waits for from now on is not announced."""
+        """vLLM has allocated blocks: the end of its next wait is not announced yet."""
         self.is_announced = False
 
     def begin_load(self) -> None:
-        """vLLM waits for a load from now on."""
+        """vLLM waits for a load of the request from now on."""
         self.move(Phase.LOADING)
         self.num_loads += 1
 
     def end_load(self, *, has_failed: bool) -> None:
-        """Every rank has reported its load, or a plan announces that it failed."""
+        """Its load has ended: every rank has reported it, or a plan announces its failure."""
         self.is_failing |= has_failed
         if self.phase is Phase.LOADING:
             self.move(Phase.WAITING)
         self.num_loads -= 1  # last: while it counts, an error before ends in a failure
 
     def announce_failure(self) -> bool:
-        """vLLM waits for a load that was not planned; return whether nothing announces that yet."""
+        """vLLM waits for an unplanned load; return whether its failure is to be announced."""
         self.is_announced = False
         is_new = not self.num_loads
         self.num_loads += is_new
         return is_new
 
     def mend(self, num_loads: int) -> None:
-        """After an internal error: `num_loads` of its loads are left."""
+        """After an internal error, set the number of its remaining loads."""
         self.num_loads = num_loads
 
     def announced(self) -> None:
-        """vLLM is told that its wait has ended."""
+        """The end of its wait is reported to vLLM."""
         self.is_announced, self.is_failing = True, False
 
 
 class RequestBook:
-    """All requests that vLLM owns, as far as hooks have named them.
+    """All requests of vLLM that a hook has named.
 
-    Its state: the requests by id, which of them have `finished` (read only outside), in which order
-    those are looked at and how many have since a plan, who may have something brought, and a number
-    for the log.
+    Its state: the requests by id, the ids of `finished` ones (read only outside), the order in
+    which these are checked and the number of new ones since the last plan, the requests that
+    another connector may load for, and a count for the log.
 
-    Bound: the requests that vLLM has, and those that have ended whose blocks or loads are still
-    held.
+    Bound: the requests that vLLM has, and ended ones whose blocks or loads are still held.
 
     Args:
-        begin_loads: makes what fills the slot `load` of a request.
+        begin_loads: returns the initial `load` of a request.
     """
 
     def __init__(self, counters: Counters, begin_loads: Callable[[], LoadProgress]) -> None:
@@ -319,7 +317,7 @@ class RequestBook:
         return f"RequestBook({len(self._states)} requests, {len(self.finished)} finished)"
 
     def add(self, request: Request) -> RequestState:
-        """Return the state of a request that is new, in the place of one of the same id."""
+        """Add a new request, in place of one with the same id, and return its state."""
         limits = NO_LIMITS if request.kv_transfer_params is None else self._read_limits(request)
         state = RequestState(request, limits)
         state.load = self._begin_loads()
@@ -346,27 +344,27 @@ class RequestBook:
         return limits
 
     def find(self, request: Request) -> RequestState | None:
-        """Return the state of a request, told apart from others of the same id."""
+        """Return the state of this request object; None if another one has its id."""
         state = self._states.get(request.request_id)
         return state if state is not None and state.request is request else None
 
     def run(self, state: RequestState) -> None:
-        """Note that a request has its blocks: to ours it runs, whoever fills them."""
+        """A request has its blocks: it counts as running, whichever connector fills them."""
         state.move(Phase.RUNNING)
         if state.request.kv_transfer_params is not None:  # else none brings it from elsewhere
             self._perhaps_brought.add(state)
 
     def finish(self, state: RequestState) -> None:
-        """Note that a request has ended."""
+        """A request has ended."""
         state.close()
         self.finished.add(state.request.request_id)
         self._held.appendleft(state)
         self._num_ended += 1
 
     def purge(self, gpu: GpuBlocks) -> None:
-        """Forget finished requests for which vLLM holds no block any more.
+        """Remove finished requests for which vLLM holds no blocks any more.
 
-        Of those that were held before, a few are looked at, in turn.
+        Of those held at earlier calls, a few are checked, in turn.
         """
         num_looks, self._num_ended = self._num_ended + HELD_LOOKS, 0
         for _ in range(min(len(self._held), num_looks)):
@@ -382,14 +380,14 @@ class RequestBook:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not finished."""
+        """The number of unfinished requests."""
         return len(self._states) - len(self.finished)
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
     def brought(self) -> list[str]:
-        """Return ids of requests that wait for another connector's load: to ours they run."""
+        """Return the ids of requests that wait for another connector's load."""
         for state in list(self._perhaps_brought):
             is_waiting = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             if not (is_waiting and state.phase is Phase.RUNNING):
@@ -397,10 +395,9 @@ class RequestBook:
         return [state.request.request_id for state in self._perhaps_brought]
 
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
-        """Keep of vLLM's finished ids only those that the scheduler can act on (I3).
+        """Remove finished ids that the scheduler cannot act on, and would assert on (I3).
 
-        vLLM asserts on every other. Ids of other connectors (MultiConnector) are judged by the same
-        rules and pass.
+        The same rules apply to ids of other connectors (MultiConnector).
 
         Returns:
             The requests that vLLM recomputes now, because their load failed.

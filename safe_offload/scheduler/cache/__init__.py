@@ -1,4 +1,4 @@
-"""What the host holds, and who may find it.
+"""The host cache: its blocks by hash, its slots, leases and eviction.
 
 Imports eviction. Doors: `directory.Directory`, `leases.LeaseBook`.
 """

@@ -1,4 +1,4 @@
-"""Which host slot holds a block, by the block's hash."""
+"""The directory: host slots by the hashes of their blocks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 SPLIT_FROM = 1 << 18
-"""Slots from which on a table is many dictionaries: one makes itself anew in 25 ms, as it grows and
-again after as many changes (docs/benchmarks.md: large hosts)."""
+"""Number of slots above which a table is split into many dictionaries: rehashing one takes 25 ms,
+as it grows and after as many changes (docs/benchmarks.md: large hosts)."""
 
 
 class Key(NamedTuple):
-    """What a slot is found under."""
+    """The key of a slot: KV cache group and hash."""
 
     group_idx: int
     block_hash: bytes
 
 
 class SplitTable(MutableMapping[bytes, int]):
-    """256 dictionaries, by the first byte of a hash: none takes long to make itself anew.
+    """256 dictionaries, by the first byte of a hash: each of them is rehashed quickly.
 
-    Bound: two entries for each slot: more keys are few.
+    Bound: two entries for each slot, as further keys are few.
     """
 
     def __init__(self) -> None:
@@ -58,26 +58,25 @@ class SplitTable(MutableMapping[bytes, int]):
 
 
 class Directory:
-    """Block hash to slot, for each KV cache group.
+    """Slots by block hash, for each KV cache group.
 
-    Bound: as many entries as there are slots, a few more keys of each, and what `PrivateBlocks` is
-    bounded by.
+    Bound: as many entries as there are slots, a few further keys of each, and the bound of
+    `PrivateBlocks`.
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
-        events: told what begins to be stored, can be found, and no longer can; None for nobody.
+        events: notified of stores that begin, and of blocks published and removed; None without.
 
     Attributes:
-        tables: for each group, slots by block hash: those that can be found, and those that are
-            being stored. Read only.
+        tables: by group, slots by block hash: published ones and those being stored. Read only.
         hashes: by slot, its hash in the tables, or None. Read only.
-        num_held: slots that have one. Read only.
-        being_stored: slots that cannot be found yet. Read only.
-        version: changes when a slot can be found that could not, or the other way round.
-        num_forgets: how often slots were forgotten that may be leased.
-        epoch: how often all were forgotten; a store of an earlier epoch is not published.
-        private: hashes that do not tell all that their blocks were computed from, so that this
-            engine alone may find these; `PrivateBlocks` changes it.
+        num_held: number of slots with a hash. Read only.
+        being_stored: slots that are not published yet. Read only.
+        version: changes whenever a slot is published or removed.
+        num_forgets: number of times that slots were dropped which may be leased.
+        epoch: number of resets; a store of an earlier epoch is not published.
+        private: hashes that do not cover all inputs of their blocks, so that only this engine may
+            use these; `PrivateBlocks` changes it.
     """
 
     def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
@@ -106,12 +105,12 @@ class Directory:
         more_keys: Mapping[bytes, Sequence[Key]],
         owners: Sequence[Owner] = (),
     ) -> None:
-        """Leased slots are being filled: nothing else need store this, and it is not found yet.
+        """Add leased slots that are being filled: not found yet, but not stored again, either.
 
         Args:
             hashes: of the blocks, none of them in the group's table.
-            more_keys: by such a hash, what else the block is known under.
-            owners: see `Part`; whose they are is needed for KV events only.
+            more_keys: by hash, further keys of the block.
+            owners: see `Part`; needed for KV events only.
         """
         self.being_stored.update(slots)
         any(map(self.hashes.__setitem__, slots, hashes))  # None each: all of it runs
@@ -134,7 +133,7 @@ class Directory:
                 self.tables[key.group_idx][key.block_hash] = slot
 
     def publish(self, slots: Sequence[int]) -> None:
-        """The slots are filled: from now on they can be found, unless they were forgotten."""
+        """Publish filled slots, except those dropped meanwhile."""
         self.version += 1
         self.being_stored.difference_update(slots)
         if self.events is not None:
@@ -143,21 +142,21 @@ class Directory:
             self._on_publish(slots)
 
     def tell_published(self, on_publish: Callable[[Sequence[int]], None]) -> None:
-        """Call this with slots that can be found from now on."""
+        """Register a callback for newly published slots."""
         self._on_publish = on_publish
 
     def withdraw(self) -> None:
-        """Nothing is hit from now on."""
+        """Disable all hits from now on."""
         if self.events is not None:
             self.events.withdraw(self.all_keys())
 
     def find(self, group_idx: int, block_hash: bytes) -> int | None:
-        """Return the slot that holds a block, if any."""
+        """Return the slot of a block, or None."""
         slot = self.tables[group_idx].get(block_hash)
         return None if slot in self.being_stored else slot
 
     def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
-        """Return the slots that hold the first blocks of a prefix, up to the first missing one."""
+        """Return the slots of the leading blocks of a prefix, up to the first missing one."""
         table = self.tables[group_idx]
         if not hashes or hashes[0] not in table:
             return []  # most prompts are new
@@ -169,13 +168,13 @@ class Directory:
         return slots
 
     def filled(self, slots: list[int]) -> list[int]:
-        """Return those slots of a table that can be found."""
+        """Return the published slots of a table."""
         if self.being_stored.isdisjoint(slots):
             return slots
         return [slot for slot in slots if slot not in self.being_stored]
 
     def kept(self) -> dict[int, Key]:
-        """Return what each slot holds that can be found."""
+        """Return the keys of all published slots."""
         return {
             slot: Key(self._groups[slot], block_hash)
             for slot, block_hash in self._held()
@@ -186,11 +185,11 @@ class Directory:
         return ((slot, held) for slot, held in enumerate(self.hashes) if held is not None)
 
     def all_keys(self) -> list[Key]:
-        """Return all that is found, or being stored, under each of its keys."""
+        """Return all slots, published or being stored, by each of their keys."""
         return [Key(group_idx, h) for group_idx, table in enumerate(self.tables) for h in table]
 
     def _keys_of(self, slots: Iterable[int]) -> Iterator[Key]:
-        """Yield the keys of some slots, in their order; none of one that was forgotten."""
+        """Yield the keys of slots, in their order; none for a dropped one."""
         for slot in slots:
             block_hash = self.hashes[slot]
             if block_hash is not None:
@@ -200,7 +199,7 @@ class Directory:
     # ---- for `SlotPool` ------------------------------------------------------------------------
 
     def remove(self, slots: Sequence[int]) -> None:
-        """Slots that are in the tables are overwritten: drop every key of theirs."""
+        """Drop all keys of slots in the tables that are about to be overwritten."""
         self.version += 1
         if self.events is not None:
             self.events.removed(self._keys_of(slots))
@@ -219,7 +218,7 @@ class Directory:
                     del tables[key.group_idx][key.block_hash]
 
     def forget(self, slots: Iterable[int]) -> list[int]:
-        """Drop every key of some slots, leased or not; return those that had one."""
+        """Drop all keys of slots, leased or not; return the slots that had one."""
         held = [slot for slot in slots if self.hashes[slot] is not None]
         self.num_forgets += 1
         self.being_stored.difference_update(held)
@@ -227,12 +226,12 @@ class Directory:
         return held
 
     def forget_all(self) -> list[int]:
-        """Begin a new epoch with empty tables; return those that were filled, the last first."""
+        """Begin a new epoch with empty tables; return the published slots, the last first."""
         self.epoch += 1
         return self.forget(range(len(self.hashes) - 1, -1, -1))
 
     def mend(self, leased: Iterable[int]) -> None:
-        """After an error: rebuild the tables, without what was being stored without a lease."""
+        """After an error, rebuild the tables without slots being stored without a lease."""
         for slot in self.being_stored.difference(leased):
             self.hashes[slot] = None
         held = dict(self._held())
@@ -249,10 +248,10 @@ class Directory:
         return f"<Directory of epoch {self.epoch}: {self.num_held} slots>"
 
     def check_invariants(self, leased: set[int]) -> None:
-        """Compare the tables with each other, and what is being stored with what is leased.
+        """Check that the tables agree, and that slots being stored are leased.
 
         Raises:
-            InvariantError: they differ (I6), or a store has no lease (I5).
+            InvariantError: tables differ (I6), or a store has no lease (I5).
         """
         if not self.being_stored <= leased:
             raise InvariantError("I5", "a slot that is being stored is not leased")

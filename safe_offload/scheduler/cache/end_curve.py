@@ -1,4 +1,4 @@
-"""What other sizes would hit where a hit needs windows or states at its end."""
+"""Hit rates of other host sizes, for models whose hits need windows or states at their end."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Iterable, Sequence
 from safe_offload.scheduler.cache.hit_curve import FACTORS, Curve
 
 NUM_KEPT_MAX = 1 << 15
-"""Sampled blocks and ends that "everything" remembers, the last used ones."""
+"""Sampled blocks and ends in the unlimited cache, least recently used first."""
 
 
 class EndCurve(Curve):
-    """Caches of some sizes in miniature, in which a prompt is hit as far as its last end is held.
+    """Simulated caches of several sizes, in which a hit ends at the last end that is held.
 
-    Blocks of attention are sampled: they say how much memory prompts take, and where prompts part.
-    Ends are not: they are few. What is before an end is used whenever it is, so it is there too.
+    Blocks of attention are sampled: they determine the memory of prompts, and where these diverge.
+    Ends are few and not sampled. The blocks before an end are used with it, so they are held, too.
 
     Bound: a cache for each size, see `_Cache`.
 
     Args:
         num_slots: of all groups together.
-        blocks_per_hash: slots that attention takes for each hash of a prompt; 0 if there is none.
-        needs: of each group of windows or states, the blocks that an end needs, and the hashes of
-            a block.
-        align: hits end after a multiple of so many hashes.
+        blocks_per_hash: slots of full attention per hash of a prompt; 0 without full attention.
+        needs: by group of windows or states, the blocks that an end needs, and the hashes of a
+            block.
+        align: hits end after a multiple of this number of hashes.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class EndCurve(Curve):
     def _parted(
         self, cache: _Cache, hashes: Sequence[bytes], places: Sequence[int], ends: Iterable[int]
     ) -> int:
-        """Return up to where attention is held, which is where prompts are seen to part.
+        """Return the end of the attention blocks that are held, where prompts diverged.
 
-        That is between two blocks of the sample. The host may have seen it better.
+        It is between two sampled blocks; the host knows it exactly.
         """
         parted, end_max = 0, len(hashes)
         for place in places:
@@ -84,7 +84,7 @@ class EndCurve(Curve):
         return parted - parted % self._align
 
     def _end_slots(self, num_hashes: int) -> float:
-        """Return what an end takes that is so many hashes behind another."""
+        """Return the number of slots of an end at this distance, in hashes, from another."""
         return sum(min(number, math.ceil(num_hashes / size)) for number, size in self._needs)
 
     def _use(self, hashes: Sequence[bytes], places: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class EndCurve(Curve):
 
 
 class _Cache:
-    """Blocks and ends of prompts, and the slots that each takes, the last used ones last.
+    """Blocks and ends of prompts with their numbers of slots, least recently used first.
 
     Bound: `NUM_KEPT_MAX` entries.
     """

@@ -1,12 +1,12 @@
-"""KV events: what routers are told about the blocks that can be hit on the host.
+"""KV events: they report to routers which blocks can be hit on the host.
 
-With `--kv-events-config` vLLM publishes which blocks its GPU cache holds, and what its connector
-adds. Ours adds a `BlockStored` when a block can be found in the directory and a `BlockRemoved` when
-it no longer can, so that a replay of them shows what the directory knows (I12). There is no
-`AllBlocksCleared`: it names no medium, and routers take it to mean the GPU's blocks too.
+With `--kv-events-config`, vLLM publishes the events of its GPU cache and of its connector. This
+connector adds a `BlockStored` when a block is published in the directory and a `BlockRemoved` when
+it is removed, so that a replay reproduces the directory (I12). It sends no `AllBlocksCleared`: that
+names no medium, and routers apply it to the GPU's blocks, too.
 
-A hash does not tell its tokens. They are copied from the request when a store begins, as the
-request may have gone when the store settles.
+An event needs the tokens of a block, which are copied from the request when a store begins, because
+the request may be gone when the store settles.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Described(Protocol):
-    """What is read of a `RequestState`, and its slot.
+    """The fields of a `RequestState` that are used here.
 
     Attributes:
-        num_learned: of its hashes that `Origins` knows; None before it is new, and after its end.
+        num_learned: of its hashes that `Origins` knows; None before it is added and after its end.
     """
 
     request: Request
@@ -53,7 +53,7 @@ Key = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a `BlockStored` says of a block beside its hash; the fields are vLLM's.
+    """The fields of a `BlockStored` besides the hash, as named by vLLM.
 
     Bound: the tokens of a block.
     """
@@ -66,7 +66,7 @@ class Description:
     extra_keys: tuple[Any, ...] | None
 
     def follows(self, block_hash: bytes, other: Description) -> bool:
-        """Whether it can be told in one event with the block before it."""
+        """Return whether it fits into one event with the block before it."""
         return (
             bool(other.token_ids)
             and self.parent_hash == block_hash
@@ -77,15 +77,15 @@ class Description:
 
 
 class Origins:
-    """From which request a hash comes, and which of its hashes it is.
+    """The request of a hash, and the hash's index there.
 
     Its state, which nothing else changes: the places by hash, `RequestState.num_learned`, and the
-    requests that have ended and are kept, with the number of hashes of each.
+    ended requests that are kept, with their numbers of hashes.
 
     Bound: the hashes of live requests, and `num_kept`.
 
     Args:
-        num_kept: hashes of requests that have ended that are kept, the oldest going first. Lazy
+        num_kept: maximum number of hashes of ended requests; the oldest are dropped first. Lazy
             stores need those of blocks on the GPU, eager ones none.
     """
 
@@ -131,10 +131,10 @@ class Origins:
     def find(
         self, hashes: Sequence[bytes], owners: Iterable[Described] = ()
     ) -> list[tuple[Request, int] | None]:
-        """Return for each hash its request and its number there; None if none has it.
+        """Return for each hash its request and index there; None if no request has it.
 
         Args:
-            owners: requests whose hashes they are, as far as that is known.
+            owners: the requests of the hashes, as far as known.
         """
         for state in owners:
             self.learn(state)
@@ -146,7 +146,7 @@ class Origins:
         return found
 
     def learn(self, state: Described, first: int | None = None) -> None:
-        """Learn a live request's hashes, from those on that it has got since the last time."""
+        """Learn the hashes that a live request has gained since the last call."""
         if state.num_learned is not None:
             self._add_places(state.request, state.num_learned if first is None else first)
             state.num_learned = len(state.request.block_hashes)
@@ -167,18 +167,18 @@ class Origins:
 
 
 class KvEvents:
-    """Makes vLLM's events of what the directory reports.
+    """Creates vLLM's events from the changes of the directory.
 
-    Its state, which nothing else changes: the events that were not taken, the descriptions of what
-    is being stored, `origins`, and whether all was withdrawn.
+    Its state, which nothing else changes: the events not taken yet, the descriptions of blocks
+    being stored, `origins`, and whether all hits were disabled.
 
     Bound: a description for each slot that is being stored, a key for each slot, and the events of
     one step.
 
     Args:
-        groups: what events say of each KV cache group.
+        groups: the event fields of each KV cache group.
         hash_block_size: tokens of one hash of a request.
-        is_shared: other engines store, too. What they store they tell, with its tokens.
+        is_shared: other engines store, too, and publish their own events.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class KvEvents:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is something to take."""
+        """Whether there are events to take."""
         return bool(self._events)
 
     # ---- the planner reports -------------------------------------------------------------------
@@ -214,18 +214,18 @@ class KvEvents:
             self._origins.add(state)
 
     def learn(self, state: Described) -> None:
-        """Blocks of a request may be stored that nothing says are its own.
+        """Learn all hashes of a request whose blocks may be stored without naming it.
 
-        All of them: one that had the same hashes and has ended took its places with it.
+        All of them, because an ended request with the same hashes has removed their places.
         """
         self._origins.learn(state, first=0)
 
     def ended(self, state: Described) -> None:
-        """A request has ended; lazy stores still keep what it has computed."""
+        """A request has ended; lazy stores may still store its blocks."""
         self._origins.end(state)
 
     def withdraw(self, keys: Iterable[Key]) -> None:
-        """Nothing is hit from now on, and nothing is published after this; these are all keys."""
+        """All hits are disabled: report these, all keys, as removed, and nothing after that."""
         self.removed(keys)
         self._is_withdrawn = True
         self._being_stored.clear()
@@ -233,7 +233,7 @@ class KvEvents:
     # ---- the directory reports -----------------------------------------------------------------
 
     def storing(self, keys: Iterable[Key], owners: Iterable[Owner] = ()) -> None:
-        """Stores of these keys begin, for some requests."""
+        """Stores of these keys begin, for these requests."""
         if self._is_withdrawn:
             return
         keys, states = list(keys), [state for state, _ in owners]
@@ -259,10 +259,7 @@ class KvEvents:
         )
 
     def published(self, keys: Iterable[Key]) -> None:
-        """Stores have settled: what they stored can be hit.
-
-        Consecutive blocks of a prompt are one event, as vLLM's own are.
-        """
+        """Stores are published. Consecutive blocks of a prompt are one event, as in vLLM."""
         run: list[tuple[Key, Description]] = []
         for key in keys:
             if key not in self._being_stored:  # forgotten meanwhile
@@ -302,7 +299,7 @@ class KvEvents:
         )
 
     def removed(self, keys: Iterable[Key]) -> None:
-        """Keys are dropped, of stores that have not settled too."""
+        """Keys are dropped, including those of unsettled stores."""
         if self._is_withdrawn:
             return
         hashes: defaultdict[int, list[bytes | int]] = defaultdict(list)
@@ -320,7 +317,7 @@ class KvEvents:
     # ---- vLLM asks -----------------------------------------------------------------------------
 
     def take(self) -> Sequence[Any]:
-        """Return what has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -332,10 +329,10 @@ def make_events(
     is_lazy: bool,
     is_shared: bool = False,
 ) -> KvEvents | None:
-    """Return what makes KV events, if vLLM is to publish any.
+    """Return the source of KV events, or None if vLLM publishes none.
 
     Args:
-        is_lazy: blocks are stored after their requests have ended too.
+        is_lazy: blocks are also stored after their requests have ended.
         is_shared: see `KvEvents`.
     """
     if not kv_events.publishes_kv_events(vllm_config):

@@ -1,4 +1,4 @@
-"""What other sizes of host memory would hit, from a sample of blocks.
+"""Hit rates of other host sizes, estimated from a sample of blocks.
 
 Source: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient MRC construction with SHARDS",
 FAST 2015: keys are sampled by their hash, with a correction for those that are asked most often.
@@ -18,7 +18,7 @@ NO_RATES = {f"estimated_hits_{size}": 0.0 for size in (*FACTORS, "everything")}
 
 
 class Curve:
-    """What blocks were asked for and would have been held, by size; the last one is everything."""
+    """Requested and held blocks by host size; the last size is unlimited."""
 
     def __init__(self, num_slots: int) -> None:
         # All is mutable, and only `see` and `keep` change it.
@@ -29,20 +29,20 @@ class Curve:
         self._held, self._asked, self._expected = ([0.0] * len(NO_RATES) for _ in range(3))
 
     def see(self, hashes: Sequence[bytes], num_usable: int, ends: Iterable[int]) -> None:
-        """A prompt is asked for.
+        """Look a prompt up.
 
         Args:
-            num_usable: its first blocks without that of its last token, which is always computed.
-            ends: numbers of blocks after which hits end, beside all its blocks, that are known.
+            num_usable: leading blocks, without that of the last token, which is always computed.
+            ends: known numbers of blocks after which hits end, besides all its blocks.
         """
         raise NotImplementedError
 
     def keep(self, hashes: Sequence[bytes]) -> None:
-        """A request has ended: its blocks are there, the answer's too."""
+        """Add the blocks of an ended request, including its output."""
         raise NotImplementedError
 
     def _sample(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the places of the blocks that are sampled."""
+        """Return the indices of the sampled blocks."""
         if not hashes:
             return []
         size = len(hashes[0])
@@ -50,7 +50,7 @@ class Curve:
         return [found.start() for found in self._sampled.finditer(last_bytes)]
 
     def _count(self, index: int, held: float, asked: float, expected: float) -> None:
-        """Count the blocks that are held, and those that are asked for and expected to be."""
+        """Count held blocks, and requested ones with the expected number in the sample."""
         self._held[index] += held
         self._asked[index] += asked
         self._expected[index] += expected
@@ -62,19 +62,19 @@ class Curve:
             totals[index] /= 2
 
     def rates(self) -> dict[str, float]:
-        """Return by size, named as gauges, the part of all blocks that it would have had."""
+        """Return the hit rate by size, named as gauges."""
         rates = map(_rate, self._held, self._asked, self._expected)
         return dict(zip(NO_RATES, rates, strict=True))
 
 
 class HitCurve(Curve):
-    """Caches of some sizes in miniature, least recently used first, for one key in so many.
+    """Simulated LRU caches of several sizes, for a sample of the keys.
 
-    A prompt is looked up before it is used, and used from its tail to its head, as real slots are.
-    So no block outlasts the one before it, what is held of a prompt is its first blocks, and the
-    rule that only a leading run is a hit needs no other check: each key is looked at alone.
+    A prompt is looked up, then used from its tail to its head, as real slots are. So no block
+    outlasts its predecessor, the held blocks of a prompt are its leading ones, and each key can be
+    checked alone although only a leading run is a hit.
 
-    Bound: as many entries as the caches in miniature have, and `NUM_SEEN_MAX` keys.
+    Bound: the entries of the simulated caches, and `NUM_SEEN_MAX` keys.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -1,4 +1,4 @@
-"""Why a slot may not be evicted: every reference to a slot in the pool belongs to one lease."""
+"""Leases, which prevent the eviction of slots: each reference in the pool belongs to one lease."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from safe_offload.scheduler.cache.slots import SlotPool
 
 
 class LeaseKind(enum.Enum):
-    """What a lease is held for."""
+    """The purpose of a lease."""
 
     MATCH = "match"
-    """A hit that vLLM was told of, until it is loaded or given up (I1)."""
+    """A hit reported to vLLM, until it is loaded or dropped (I1)."""
     LOAD = "load"
     """Its slots are being copied to the GPU."""
     STORE = "store"
     """Its slots are being written from the GPU."""
     PREFIX = "prefix"
-    """The host copy of a live request's prefix. It keeps the head of a long prompt in a pool that
-    is too small for all of it."""
+    """The host copy of a live request's prefix. It keeps the head of a long prompt in a pool too
+    small for the whole prompt."""
     FETCH = "fetch"
-    """Its slots are being filled from a tier, or were, for requests that have not matched yet."""
+    """Its slots are being filled from a tier, or were, for requests without a match so far."""
     SPILL = "spill"
     """Its slots are being written to a tier."""
     PIN = "pin"
-    """A client wants a prompt to stay for a time after its last use."""
+    """A client has pinned a prompt for a time after its last use."""
 
 
 class Lease:
-    """Slots that stay as they are until `release`; releasing twice is the same as once."""
+    """Slots that keep their contents until `release`, which is idempotent."""
 
     __slots__ = ("_book", "kind", "slots")
 
@@ -41,11 +41,11 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether the lease still protects its slots."""
+        """Return whether the lease still protects its slots."""
         return self._book is not None
 
     def release(self, first: Sequence[int] = ()) -> None:
-        """Let go of all slots, given in prefix order; a second call does nothing.
+        """Release all slots, in prefix order; a second call does nothing.
 
         Args:
             first: those of the slots that are evicted before all others.
@@ -57,18 +57,18 @@ class Lease:
                 book._pool.release(self.slots, first)
 
     def keep(self, kind: LeaseKind, slots: list[int]) -> None:
-        """Hold some of its slots for another reason, and let go of the others."""
+        """Hold some of its slots for another purpose, and release the others."""
         if len(slots) < len(self.slots) and self._book is not None:
             kept = set(slots)
             self._book._pool.release([slot for slot in self.slots if slot not in kept])
         self.kind, self.slots = kind, slots
 
     def share(self, shares: Sequence[tuple[int, Lease | None]]) -> None:
-        """Hand all slots over to other held leases, without a moment in which they are free.
+        """Move all slots to other held leases, atomically.
 
         Args:
-            shares: how many of the first slots go to which lease, how many of the next, and so on;
-                None lets go of them, as of the slots after the last share.
+            shares: the number of slots for each lease, in order; None releases them, as the slots
+                after the last share.
         """
         if self._book is None or any(other and other._book is None for _, other in shares):
             raise ValueError("all leases must be held")
@@ -84,7 +84,7 @@ class Lease:
         self.release()
 
     def give_to(self, other: Lease) -> None:
-        """Hand all slots over to another held lease."""
+        """Move all slots to another held lease."""
         self.share([(len(self.slots), other)])
 
     def __repr__(self) -> str:
@@ -93,9 +93,9 @@ class Lease:
 
 
 class LeaseBook:
-    """All leases that are held.
+    """All leases.
 
-    Bound: a lease for each request, transfer and stretch of pins.
+    Bound: a lease for each request, transfer and pinned run.
     """
 
     def __init__(self, pool: SlotPool) -> None:
@@ -104,13 +104,13 @@ class LeaseBook:
         self._held: dict[Lease, None] = {}
 
     def lease(self, kind: LeaseKind, slots: Sequence[int] = ()) -> Lease:
-        """Lease slots that hold something (they may be evictable now)."""
+        """Lease filled slots, which may be evictable now."""
         if slots:
             self._pool.lease(slots)
         return self._hold(kind, list(slots))
 
     def grant(self, kind: LeaseKind, count: int, salt: str | None = None) -> Lease | None:
-        """Lease up to `count` slots to overwrite; None, and nothing changed, if none is free.
+        """Lease up to `count` slots to overwrite; None, with nothing changed, if none is free.
 
         Args:
             salt: of the request that they are for.
@@ -119,22 +119,22 @@ class LeaseBook:
         return self._hold(kind, slots) if slots else None
 
     def hold(self, kind: LeaseKind, slots: Sequence[int]) -> Lease:
-        """Lease slots that hold something, without that being a use of what they hold."""
+        """Lease filled slots without counting that as a use."""
         self._pool.hold(slots)
         return self._hold(kind, list(slots))
 
     def extend(self, lease: Lease, slots: Sequence[int]) -> None:
-        """Add slots that hold something to a held lease."""
+        """Add filled slots to a held lease."""
         self._pool.lease(slots)
         lease.slots.extend(slots)
 
     def extend_head(self, lease: Lease, slots: Sequence[int]) -> None:
-        """Add slots that come before those of a held lease."""
+        """Add slots before those of a held lease."""
         self._pool.lease(slots)
         lease.slots[:0] = slots
 
     def keep_only(self, needed: Set[Lease]) -> None:
-        """After an internal error: end all other leases, and whatever is leased half way."""
+        """After an internal error, end all other leases, including incomplete ones."""
         for lease in self:
             if lease not in needed:
                 lease._book = None

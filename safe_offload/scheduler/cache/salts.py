@@ -1,4 +1,4 @@
-"""For whom the blocks of the GPU were allocated."""
+"""The cache salts of the requests for which GPU blocks were allocated."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import groupby
 
 
 class BlockSalts:
-    """The salt of the request for which each GPU block was allocated last.
+    """The salt of the last request for which each GPU block was allocated.
 
-    Its state: the salts of blocks before the step that is planned, and those of this step.
+    Its state: the salts before the step that is planned, and those of this step.
 
     Bound: an entry for each block of the GPU.
 
     Args:
-        boundary_group_ids: groups of which what is stored in a step was computed for those for whom
-            it is allocated in this step.
+        boundary_group_ids: groups whose blocks are stored in the step that allocates them, for the
+            same request.
     """
 
     def __init__(self, boundary_group_ids: tuple[int, ...]) -> None:
@@ -37,7 +37,7 @@ class BlockSalts:
         self._salts.update(self._new_salts)
 
     def runs(self, group_idx: int, block_ids: Sequence[int]) -> list[tuple[range, str | None]]:
-        """Return runs of blocks that were allocated for one salt, by place, with that salt."""
+        """Return runs of blocks with the same salt, as indices, with that salt."""
         salts: Mapping[int, str | None] = self._salts
         if group_idx in self._boundary_group_ids:
             salts = ChainMap(self._new_salts, self._salts)
