@@ -1,4 +1,4 @@
-"""The side of the connector in each worker process: torch, threads and an event loop.
+"""The worker role of the connector: torch, threads and an event loop.
 
 Never imports scheduler. Door: `bridge.WorkerBridge`.
 """

@@ -1,4 +1,4 @@
-"""From vLLM's synchronous worker hooks to the transfers and back.
+"""The bridge between vLLM's synchronous worker hooks and the asynchronous transfers.
 
 The hooks are on vLLM's critical path: nothing here waits for a copy, except a fence on a backend
 without streams.
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SLEEP_TIMEOUT_S = 30.0
-"""vLLM sleeps when nothing runs any more, so that only the last copies are waited for."""
+"""Maximum wait for copies before sleep: vLLM sleeps when idle, so only the last ones remain."""
 POLL_S = 0.001
 IDLE_WAIT_S = 0.002
-"""How long a step that computes nothing waits for transfers at most. Otherwise vLLM spins through
-steps that take the processor from the threads it waits for."""
+"""Maximum wait for transfers in a step without computation. Without it, vLLM would spin through
+steps that take CPU time from the copying threads."""
 _SERIES = {
     Direction.LOAD: (Count.LOAD_BYTES, LOAD_S, LOAD_QUEUED_S, LOAD_SIZE_BYTES),
     Direction.STORE: (Count.STORE_BYTES, STORE_S, STORE_QUEUED_S, STORE_SIZE_BYTES),
@@ -68,11 +68,12 @@ _SERIES = {
 
 
 class WorkerBridge(WorkerSide):
-    """The worker side of one rank. All of it belongs to the thread that vLLM calls its hooks on.
+    """The worker side of one rank. Only the thread of vLLM's hooks uses it.
 
     Args:
         opening: opens the transfers once vLLM has allocated its KV cache.
-        is_beside_scheduler: in its process and on its thread, which may ask again what has settled.
+        is_beside_scheduler: it runs on the scheduler's thread, which may ask again for settled
+            transfers.
 
     Attributes:
         opened: None before that, and after `shutdown`.
@@ -142,13 +143,13 @@ class WorkerBridge(WorkerSide):
             self.shutdown()
 
     def attach(self, opened: Opened) -> None:
-        """Use transfers that run."""
+        """Use running transfers."""
         assert self.opened is None
         opened.transfers.take_copied()  # of the self-test
         self.opened, self._idle_timing = opened, opened.idle_timing
 
     def engine_has_started(self) -> None:
-        """Time the copies again until the first step: nothing is captured any more."""
+        """Repeat the timing of copies until the first step; CUDA graphs are captured by now."""
         if self._idle_timing is not None:
             self._idle_timing.start()
 
@@ -168,12 +169,12 @@ class WorkerBridge(WorkerSide):
             self.shutdown()
 
     def unregister_kv_caches(self) -> None:
-        """Wait for the copies in flight: vLLM is about to take the KV cache's memory away (sleep).
+        """Wait for the copies in flight before vLLM frees the KV cache's memory (sleep).
 
-        Nothing is started before `restore_kv_caches`.
+        No copy starts before `restore_kv_caches`.
 
         Raises:
-            TransferError: a copy does not end; the memory must not be taken from under it.
+            TransferError: a copy does not end; the memory must not be freed.
         """
         self._is_asleep = True
         self._end_idle_timing()
@@ -194,11 +195,11 @@ class WorkerBridge(WorkerSide):
             time.sleep(POLL_S)
 
     def restore_kv_caches(self) -> None:
-        """Go on: the memory of the KV cache is back, at the same addresses (wake-up)."""
+        """Resume after a sleep: the KV cache's memory is back, at the same addresses."""
         self._is_asleep = False
 
     def shutdown(self) -> None:
-        """End the transfers and give the host memory back; a second call does nothing."""
+        """End the transfers and free the host memory; a second call does nothing."""
         self._end_idle_timing()
         opened, self.opened = self.opened, None
         if opened is None:
@@ -217,7 +218,7 @@ class WorkerBridge(WorkerSide):
     # ---- a step --------------------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Rescue and fence what this step is about to overwrite."""
+        """Start the stores before the forward pass, and wait for the fences of this step."""
         if self._idle_timing is not None:
             self._end_idle_timing()
         if self._is_forward_issued:
@@ -228,7 +229,7 @@ class WorkerBridge(WorkerSide):
             self.opened.transfers.fence(plan.fences)
 
     def bind_connector_metadata(self, plan: StepPlan) -> None:
-        """Take the plan; of a step that did not end nothing is lost."""
+        """Take the plan of a step; cancel transfers of the last step that no hook has started."""
         if self._idle_timing is not None:
             self._end_idle_timing()
         self._cancel_unstarted()
@@ -251,7 +252,7 @@ class WorkerBridge(WorkerSide):
         self._loads_mark = None
 
     def wait_for_save(self) -> None:
-        """The forward has been issued, its bytes can be stored."""
+        """Start the stores after the forward pass, which has been issued."""
         stores, self._stores = self._stores, ()
         for transfer in stores:
             self._submit(Direction.STORE, transfer)
@@ -262,7 +263,7 @@ class WorkerBridge(WorkerSide):
         return failures
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Return what is new since the last call, None for nothing."""
+        """Return the report since the last call; None if there is nothing to report."""
         self._is_forward_issued = True
         facts = self._new_facts()  # before the slots: memory that is all locked has all its slots
         capacities: tuple[Capacity, ...] = ()
@@ -284,14 +285,14 @@ class WorkerBridge(WorkerSide):
         return replace(settled(), capacities=capacities, lost_ranks=lost, host_facts=facts)
 
     def report_settled(self, last_store_id: int) -> StepReport:
-        """Return what has settled, up to this moment if a load runs, and was not reported.
+        """Return unreported settled transfers; up to this moment, if a load is in flight.
 
-        vLLM reads what a step has reported when it has given the worker one step more. On the
-        scheduler's thread it learns then what that one has found, too, and what has settled since,
-        so that a request whose load has landed runs a step sooner, or two.
+        vLLM reads the report of a step after it has given the worker the next step. On the
+        scheduler's thread, it then also gets the results of that next step and later ones, so that
+        a loaded request runs one or two steps sooner.
 
         Args:
-            last_store_id: of the step that reports. Later stores wait for their own step's output,
+            last_store_id: of the reporting step. Later stores wait for their own step's output,
                 which may name blocks that another connector failed to load.
         """
         if self.opened is not None and self._is_beside_scheduler and self._is_loading:
@@ -304,10 +305,10 @@ class WorkerBridge(WorkerSide):
         return StepReport(*settled)
 
     def take_changes(self, counters: Counters) -> None:
-        """Count what happened on this rank since the last call and what its copies took.
+        """Count the transfers of this rank since the last call, and observe their times.
 
-        vLLM asks for it before the report. Both are of one moment: after the last report there may
-        be no step that would bring the counts.
+        vLLM calls this before the report. Both cover the same transfers: after the last report,
+        there may be no step to return counts in.
         """
         if self.opened is None:
             return
@@ -330,12 +331,12 @@ class WorkerBridge(WorkerSide):
             self.opened.tiers.count_into(counters)
 
     def gauges(self) -> dict[str, float]:
-        """Return how the tiers of this rank stand now."""
+        """Return the gauges of this rank's tiers."""
         tiers = None if self.opened is None else self.opened.tiers
         return {} if tiers is None else tiers.gauges()
 
     def clear_connector_metadata(self) -> None:
-        """Give up what no hook has started."""
+        """Cancel the transfers of the plan that no hook has started."""
         self._cancel_unstarted()
 
     def _new_facts(self) -> tuple[HostFacts, ...]:
@@ -373,7 +374,7 @@ class WorkerBridge(WorkerSide):
         self._loads = self._stores = ()
 
     def _gather(self, opened: Opened) -> None:
-        """Take what has settled; a step that may wait and has no news waits a little for some."""
+        """Take settled transfers; a step that may wait waits a little if there are none."""
         self._drain(opened)
         if self._may_wait and not (self._outcomes or self._presences):
             opened.transfers.wait_for_news(IDLE_WAIT_S)
@@ -397,10 +398,10 @@ class WorkerBridge(WorkerSide):
             self._bad_slots.append(BadSlots(self._rank, slot_ids))
 
     def _mark_loads(self, opened: Opened) -> None:
-        """Let the loads of this step wait for what has been given to the compute stream so far.
+        """Let the loads of this step wait for the work issued to the compute stream so far.
 
-        That is all that may still use their blocks: earlier steps, fences, vLLM's zeroing. The
-        forward that comes now does not, so they run beside it.
+        Only that may still use their blocks: earlier steps, fences, vLLM's zeroing. The next
+        forward pass does not, so the loads run concurrently with it.
         """
         try:
             self._loads_mark = opened.transfers.mark()

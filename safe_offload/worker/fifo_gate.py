@@ -1,4 +1,4 @@
-"""Where the transfers of one direction wait for their turn: bytes in flight are bounded."""
+"""The queue of the transfers of one direction, which bounds the bytes in flight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The turn of one transfer. Its gate alone changes it, on the loop's thread.
+    """The turn of one transfer. Only its gate changes it, on the loop's thread.
 
     Attributes:
-        granted: done when its turn has come; None before it waits.
-        is_urgent: the hooks wait for it, so that it does not wait.
+        granted: done at its turn; None before it waits.
+        is_urgent: a hook waits for it, so it skips the queue.
         is_counted: its bytes are in flight.
     """
 
@@ -24,9 +24,9 @@ class Turn:
 
 
 class FifoGate:
-    """Lets transfers through, in order, while their bytes are within bounds.
+    """Admits transfers, in order, while their bytes are within bounds.
 
-    One transfer is always let through, so that one larger than the bound still runs.
+    One transfer is always admitted, so that one larger than the bound runs, too.
     """
 
     def __init__(self, max_inflight_bytes: int) -> None:
@@ -55,7 +55,7 @@ class FifoGate:
             raise
 
     def leave(self, turn: Turn) -> None:
-        """Take the turn's bytes, if they are in flight, out of the count; may come twice."""
+        """Subtract the turn's bytes, if they are in flight; idempotent."""
         if turn.is_counted:
             turn.is_counted = False
             self._bytes -= turn.size_bytes
@@ -63,13 +63,13 @@ class FifoGate:
         self._let_in()
 
     def skip_ahead(self, turn: Turn) -> None:
-        """Let a transfer in now, whatever is in flight."""
+        """Admit a transfer now, whatever is in flight."""
         turn.is_urgent = True
         if turn.granted is not None and not turn.granted.done():
             self._grant(turn, turn.granted)
 
     def cancel_waiting(self) -> None:
-        """Cancel all that wait."""
+        """Cancel all waiting transfers."""
         for turn in list(self._waiting):
             if turn.granted is not None and not turn.granted.done():
                 turn.granted.cancel()

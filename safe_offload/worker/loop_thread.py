@@ -1,4 +1,4 @@
-"""The event loop that transfers run on, on a thread of its own."""
+"""The event loop of the transfers, on its own thread."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class Loop(Protocol):
     """An event loop, its clock, and a way to wait for it. vLLM's thread calls the methods.
 
     Attributes:
-        news: set when something has settled that was not drained.
+        news: set when there are settled transfers to drain.
     """
 
     news: threading.Event
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
-        """Run `main` up to where it first waits, and go on. Call `on_end` when the loop ends."""
+        """Start `main`, returning once it first waits. `on_end` is called when the loop ends."""
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Run a function on the loop; it is not run if the loop has ended."""
+        """Call a function on the loop; does nothing if the loop has ended."""
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
         """Wait until the loop has set an event; return whether it did in time."""
 
     def now_s(self) -> float:
-        """Return the seconds that `wait` goes by."""
+        """Return the time, in seconds, of the clock of `wait`."""
 
     def join(self, timeout_s: float) -> None:
         """Wait until `on_end` has returned, at most `timeout_s`."""
 
 
 class LoopThread:
-    """See `Loop`: a thread that makes and runs one event loop, uvloop's where there is one."""
+    """See `Loop`: a thread that creates and runs one event loop, uvloop's if installed."""
 
     # Set once, by `start` and its thread before `start` returns.
     _thread: threading.Thread
@@ -76,7 +76,7 @@ class LoopThread:
         return time.monotonic()
 
     def join(self, timeout_s: float) -> None:
-        """See `Loop.join`; the thread is left behind, as a daemon, if it does not end."""
+        """See `Loop.join`; a thread that does not end remains, as a daemon."""
         self._thread.join(timeout_s)
 
     def _run(self, main: Main, on_end: Callable[[], None]) -> None:

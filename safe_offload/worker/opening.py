@@ -1,4 +1,4 @@
-"""The composition of a rank's worker side, from vLLM's KV cache to transfers that run."""
+"""The composition of a rank's worker side, from vLLM's KV cache to running transfers."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ STALLED = (
 )
 
 GRACE_MIN_S = 10.0
-"""Longer than the steps take that a device may have been given before a store."""
+"""Minimum grace: longer than the steps that a device may have queued before a store."""
 GRACE_FACTOR = 4
 SLOW_BYTES_PER_S = 1e9
-"""Where no store was measured."""
+"""If no store was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a rank copies with.
+    """The running worker side of a rank.
 
     Attributes:
-        share: which part of each store is this rank's.
-        pool: where other engines keep their slots, too.
-        storage: of the KV cache; it must stay for as long as something may be copied.
-        idle_timing: None where there is no choice, or where slots may be used by other engines.
+        share: this rank's part of each store.
+        pool: the host memory shared with other engines, if any.
+        storage: of the KV cache; it must live as long as copies may run.
+        idle_timing: None without a choice of copy paths, or if other engines may use the slots.
     """
 
     transfers: Transfers
@@ -70,17 +70,17 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What is known of a rank before vLLM has allocated its KV cache.
+    """The facts of a rank that are known before vLLM has allocated its KV cache.
 
     Attributes:
         rank: from 0 to the number of ranks of this engine.
-        num_ranks_on_host: whose memory is compared with this machine's.
+        num_ranks_on_host: ranks whose memory together must fit into this machine's.
         is_child: vLLM has started this process for the worker.
-        namespace_facts_of: from the geometry of blocks and the first of the ranks that hold the
-            same; called only if there are tiers.
-        open_tier: makes a tier, and what names its objects; None for one in a process of its own,
-            where that can map the slots.
-        hash_bytes: the most that a block's hash has.
+        namespace_facts_of: of the geometry of blocks and the first rank with the same KV cache;
+            called only with tiers.
+        open_tier: opens a tier, and returns it with its naming; None for tiers in their own
+            processes, if these can map the slots.
+        hash_bytes: the maximum size of a block's hash.
     """
 
     config: OffloadConfig
@@ -95,15 +95,15 @@ class Opening:
     hash_bytes: int = 32
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
-        """Take the host memory, start the transfers, and return them if a way to copy is right.
+        """Allocate the host memory and start the transfers, if a copy path passes the self-test.
 
-        Where another process holds up a pool, the memory is this engine's alone.
+        If another process blocks a shared pool, the memory is this engine's alone.
 
         Args:
             kv_caches: by layer name, at least one; views of one storage.
 
         Raises:
-            ConfigError: the layout is not supported, or the memory is not to be had.
+            ConfigError: the layout is not supported, or the memory cannot be allocated.
         """
         try:
             return self._open(kv_caches)
@@ -204,7 +204,7 @@ class Opening:
 
 
 def _passes(test: SelfTest, backend: ProvableBackend, memory: RankMemory) -> bool:
-    """Run the self-test in slots where no other rank or engine tests."""
+    """Run the self-test in slots that no other rank or engine uses meanwhile."""
     share, pool = memory.share, memory.pool
     with backend.undisturbed():
         if pool is not None:
@@ -215,7 +215,7 @@ def _passes(test: SelfTest, backend: ProvableBackend, memory: RankMemory) -> boo
 
 
 def _close(transfers: Transfers, pool: PoolMemory | None) -> None:
-    """Give back what was made, but no memory that a copy may still touch."""
+    """Close everything, but do not free memory that a copy may still touch."""
     if transfers.close() and pool is not None:
         pool.close()
 
@@ -223,11 +223,10 @@ def _close(transfers: Transfers, pool: PoolMemory | None) -> None:
 def grace_s(
     device_type: str, config: OffloadConfig, slot_bytes: int, store_bytes_per_s: float | None
 ) -> float:
-    """Return how long after this process has died its slots may still be written.
+    """Return how long after the death of this process its slots may still be written.
 
     Copies on the CPU are made by its threads, which end before it does. A device, or the network
-    card of a tier, may have been given all stores that are not copied yet, each behind what the
-    engine computes.
+    card of a tier, may have all pending stores queued, each behind the engine's computation.
     """
     if device_type == "cpu" and not config.tiers:
         return 0.0
@@ -238,7 +237,7 @@ def grace_s(
 def storage_of(
     kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
 ) -> tuple[Any, torch.device]:
-    """Return the one storage that all layers' caches are views of, and its device."""
+    """Return the storage of which all layers' caches are views, and its device."""
     tensors: list[torch.Tensor] = []
     for cache in kv_caches.values():
         tensors += cache if isinstance(cache, list) else [cache]

@@ -51,10 +51,10 @@ ALONE_HERE = (
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Host memory that a rank has taken.
+    """The allocated host memory of a rank.
 
     Attributes:
-        share: which part of each store is this rank's.
+        share: this rank's part of each store.
         layout: of the slots.
         pool: None unless other engines use the memory, too.
     """
@@ -66,22 +66,22 @@ class RankMemory:
 
     @property
     def checksums(self) -> npt.NDArray[np.uint64] | None:
-        """Those of all slots, if others store in this memory, too."""
+        """Return the checksums of all slots, if others store in this memory, too."""
         is_shared = self.share.count > 1 or self.pool is not None
         return checksum_table(self.host, self.layout) if is_shared else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Which memory a rank takes.
+    """The choice of a rank's memory.
 
     Attributes:
-        num_ranks_on_host: whose memory is compared with this machine's.
-        device_type: of the KV cache, as torch calls it.
-        namespace_facts_of: from the geometry of blocks and the first of the ranks that hold the
-            same; called only to share a pool.
-        hash_bytes: the most that a block's hash has.
-        for_processes: processes of tiers map the memory, if the system lets them.
+        num_ranks_on_host: ranks whose memory together must fit into this machine's.
+        device_type: of the KV cache, as in torch.
+        namespace_facts_of: of the geometry of blocks and the first rank with the same KV cache;
+            called only to share a pool.
+        hash_bytes: the maximum size of a block's hash.
+        for_processes: tiers' processes map the memory, if the system allows it.
     """
 
     config: OffloadConfig
@@ -94,11 +94,11 @@ class MemoryPlan:
     for_processes: bool
 
     def take(self) -> RankMemory:
-        """Take the memory.
+        """Allocate the memory.
 
         Raises:
-            ConfigError: it is not to be had.
-            StalledError: another process holds the pool up.
+            ConfigError: it cannot be allocated.
+            StalledError: another process blocks the pool.
         """
         share = Share.of_rank(self.rank, self.config.ranks_per_copy)
         if self.config.sharing is not None and (pool := self._open_pool(share)):

@@ -1,4 +1,4 @@
-"""The tiers of a rank: each in a process of its own where that can map the slots."""
+"""The tiers of a rank, each in its own process if that can map the slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safe_offload.worker.rank_memory import RankMemory
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SlotOf = Callable[[int], Any]
-"""Returns a slot as tiers take it: its number if they map the memory themselves, or buffers."""
+"""Returns a slot as tiers take it: its number if they map the memory, otherwise buffers."""
 
 
 def open_tiers(
@@ -30,7 +30,7 @@ def open_tiers(
     facts: NamespaceFacts,
     open_one: OpenTier | None,
 ) -> tuple[list[GuardedTier], SlotOf]:
-    """Open the tiers, each with a namespace that follows from all that its bytes mean.
+    """Open the tiers, each with a namespace from all facts that determine its bytes.
 
     Args:
         open_one: opens a tier in this process; None prefers processes.
@@ -69,7 +69,7 @@ def open_tiers(
 
 
 def buffers_of(memory: memoryview, layout: HostLayout) -> SlotOf:
-    """Return what returns the buffers of a slot of host memory."""
+    """Return the function from a slot of host memory to its buffers."""
 
     def slot_of(slot_id: int) -> Buffers:
         return tuple(memory[at : at + length] for at, length in layout.ranges_of(slot_id))

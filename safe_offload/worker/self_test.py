@@ -1,11 +1,10 @@
-"""Proof that copies are right on this machine, before vLLM serves.
+"""The self-test: proves that copies are correct on this machine, before vLLM serves.
 
-Each way to copy is tried on the real memory: patterns go from blocks to slots and back, neighbours
-and scattered ones, and a store is overtaken by a fenced overwrite. Every byte is compared, those
-beside the copies too, and the blocks get back what was in them. A way that fails is not used. Where
-each copy chooses between two ways, both are timed on the blocks of this model: at the start, and
-again when the engine has started and is idle, as other processes may have slowed down the bus or
-the driver before.
+Each copy path is tried on the real memory: patterns are copied from blocks to slots and back,
+adjacent and scattered ones, and a fenced overwrite follows a store. Every byte is compared, also
+around the copies, and the blocks get their contents back. A path that fails is not used. If copies
+choose between two paths, both are timed on the blocks of this model: at the start, and again when
+the engine has started and is idle, as other processes may have slowed down the bus or the driver.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a 
 
 
 class GivenUpError(SafeOffloadError):
-    """The test goes on only after `run` has returned: blocks and slots are vLLM's by now."""
+    """The test has been given up: blocks and slots belong to vLLM now."""
 
 
 class SelfTest:
-    """Tries every way to copy of a backend, on a thread of its own.
+    """Tries every copy path of a backend, on its own thread.
 
-    That thread alone changes its state, and blocks and slots, in steps. It takes no further step
-    once it has been given up.
+    Only that thread changes its state, blocks and slots, in steps. It takes no further step once
+    the test has been given up.
 
     Args:
-        transfers: there are none.
+        transfers: there are none in flight.
         host: the host memory, shape (size_bytes,), uint8.
 
     Attributes:
-        problems: what is wrong with the ways that failed.
+        problems: of the paths that failed.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class SelfTest:
         self.problems: dict[CopyPath, str] = {}
 
     def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
-        """Let the backend use the ways that passed; return False if there is none.
+        """Let the backend use the paths that pass; return False if there is none.
 
         Args:
             slots: that may be written; None for all that are ready.
@@ -132,10 +131,10 @@ class SelfTest:
         return True
 
     def time_again(self) -> None:
-        """Time the ways again while nothing runs; of each copy the shortest time counts.
+        """Repeat the timing while the engine is idle; the shortest time of each copy counts.
 
         Raises:
-            GivenUpError: something is about to run.
+            GivenUpError: a step is about to run.
         """
         before = self._timed
         self._deadline_s = time.monotonic() + TIMEOUT_S
@@ -153,7 +152,7 @@ class SelfTest:
             logger.info("Measured copies of scattered blocks again while idle: %s.", rates)
 
     def give_up(self) -> None:
-        """Let the test's thread end without another step; wait for the one it is in."""
+        """Let the test's thread end after its present step, and wait for that."""
         has_ended = self._in_step.acquire(timeout=STEP_TIMEOUT_S)
         self._is_given_up = True
         if has_ended:
@@ -161,7 +160,7 @@ class SelfTest:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Change something, which `_give_up` waits for; raise GivenUpError if it came first."""
+        """Enter a step, for which `give_up` waits; raise GivenUpError after it."""
         with self._in_step:
             if self._is_given_up:
                 raise GivenUpError
@@ -198,7 +197,7 @@ class SelfTest:
         self._rows.read(self._watched_blocks[:1])  # and wait for it
 
     def _time_choices(self) -> None:
-        """Time the ways between which each copy chooses; without all of them none counts."""
+        """Time the paths among which copies choose; the times count only if all are measured."""
         if not self._sound:
             return
         with self._step():
@@ -241,7 +240,7 @@ class SelfTest:
         return TimedCopy(path, Copy(direction, *ids), min(seconds))
 
     def _timed_pairs(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Yield blocks and slots of copies: one block, scattered blocks, neighbours."""
+        """Yield blocks and slots of copies: one block, scattered blocks, adjacent blocks."""
         num_blocks, allowed = self._layout.geometry.num_blocks, self._slots_allowed
         num_segments = len(self._layout.geometry.segments)
         wanted = min(TIMED_RANGES // num_segments, PATTERN_BYTES // self._backend.slot_bytes)
@@ -258,7 +257,7 @@ class SelfTest:
 
     @property
     def store_bytes_per_s(self) -> float | None:
-        """What stores of several blocks were measured at in the slowest way; None if none was."""
+        """The rate of stores of several blocks on the slowest path; None if not measured."""
         return min(
             (
                 len(timed.copy.block_ids) * self._backend.slot_bytes / timed.seconds
@@ -269,7 +268,7 @@ class SelfTest:
         )
 
     def _rates(self) -> Iterator[str]:
-        """Yield what scattered blocks were copied at, by direction and way."""
+        """Yield the rate of copies of scattered blocks, by direction and path."""
         for direction, path in itertools.product(Direction, self._sound):
             ours = [t for t in self._timed if (t.copy.direction, t.path) == (direction, path)]
             if ours:
@@ -288,7 +287,7 @@ class SelfTest:
         return None
 
     def _choose(self) -> None:
-        """Choose blocks and slots: a run of neighbours first, then scattered ones."""
+        """Choose blocks and slots: adjacent ones first, then scattered ones."""
         num_blocks, allowed = self._layout.geometry.num_blocks, self._slots_allowed
         num_pairs = max(2, min(PAIRS_MAX, PATTERN_BYTES // self._backend.slot_bytes))
         blocks = _spread(num_blocks, num_pairs)
@@ -302,7 +301,7 @@ class SelfTest:
         self._slot_rows = [self._watched_slots.index(slot) for slot in self._slots]
 
     def _try(self) -> None:
-        """Try the way in use; raise TransferError if a byte is wrong or a copy failed."""
+        """Try the path in use; raise TransferError if a byte is wrong or a copy failed."""
         blocks, slots = self._noise(self._watched_blocks), self._noise(self._watched_slots)
         self._write_blocks(self._watched_blocks, blocks)
         self._write_slots(slots)
@@ -327,7 +326,7 @@ class SelfTest:
         self._compare("fenced store", stored, self._read_slots()[self._slot_rows])
 
     def _noise(self, ids: Sequence[int]) -> Bytes:
-        """Return bytes that were not used before; shape (n, slot_bytes)."""
+        """Return fresh random bytes; shape (n, slot_bytes)."""
         size_bytes = self._backend.slot_bytes
         rows = [np.frombuffer(self._random.randbytes(size_bytes), np.uint8) for _ in ids]
         return np.stack(rows)
@@ -383,12 +382,12 @@ class SelfTest:
 
 
 class IdleTiming:
-    """Times the ways to copy again, on a thread of its own, until the first step.
+    """Repeats the timing of copy paths, on its own thread, until the first step.
 
-    Until then no block and no slot holds anything: the timing copies blocks to slots and back.
+    Until then, blocks and slots are empty: the timing copies blocks to slots and back.
 
     Args:
-        test: that has passed.
+        test: the passed self-test.
     """
 
     def __init__(self, test: SelfTest) -> None:
@@ -397,14 +396,14 @@ class IdleTiming:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, once the engine has started; a second call does nothing."""
+        """Start, once the engine has started; a second call does nothing."""
         if self._thread is None:
             name = "safe-offload-idle-timing"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     def stop(self) -> bool:
-        """End it before anything runs: within a copy of some MiB. Return False if a copy hangs."""
+        """Stop within a copy of some MiB, before a step runs; return False if a copy hangs."""
         if self._thread is None:
             return True
         self._stopping.set()
@@ -427,9 +426,9 @@ class IdleTiming:
 
 
 def _spread(count: int, num_wanted: int) -> list[int]:
-    """Return a run of neighbours, then single ids from the end, of the ids below `count`.
+    """Return adjacent ids, then single ids from the end, of those below `count`.
 
-    Block 0 is left out where there are enough: vLLM keeps it as its null block.
+    Block 0 is omitted if there are enough others: it is vLLM's null block.
     """
     first = min(1, count - 1)
     run = list(range(first, count))[: (num_wanted + 1) // 2]
@@ -438,5 +437,5 @@ def _spread(count: int, num_wanted: int) -> list[int]:
 
 
 def _with_neighbours(ids: Sequence[int], allowed: range) -> list[int]:
-    """Return ids and those beside them, sorted."""
+    """Return ids and their neighbours, sorted."""
     return sorted({i for j in ids for i in (j - 1, j, j + 1) if i in allowed})

@@ -1,7 +1,7 @@
-"""Probes, fetches and spills of a rank, from vLLM's hooks to its tiers and back.
+"""Runs the probes, fetches and spills of a rank.
 
 Each message is a coroutine on the loop of the transfers, and is answered exactly once. A tier that
-fails, lies or hangs is a miss. A fetch or a spill is not answered before the tiers have let go of
+fails, lies or hangs is a miss. A fetch or a spill is answered only after the tiers have released
 its slots.
 """
 
@@ -47,26 +47,26 @@ T = TypeVar("T")
 
 TAKEN = (Result.DONE, Result.PRESENT)
 REFUSED = (Result.FULL, Result.STILL_FULL, Result.REFUSED, Result.UNREADABLE)
-"""What is not written again; but for FULL, where others of the call found room and no other tier
-has it."""
+"""Results that are not retried; except FULL, if other objects of the call found room and no other
+tier has the block."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PendingMessage:
-    """A message that has been taken and not answered.
+    """An unanswered message.
 
-    The loop's thread changes it; vLLM's settles it if the loop has ended.
+    The loop's thread changes it; vLLM's thread settles it if the loop has ended.
 
     Attributes:
         number: id of the probe or of the transfer.
         origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
-        slot_ids: of a fetch or a spill, one for each key.
-        places: of a fetch or a spill, those in its keys that are this rank's.
+        slot_ids: of a fetch or a spill, one per key.
+        places: of a fetch or a spill, the indices of this rank's keys.
         marks, targets: see `TierTransfer`.
         tiers: of a probe, see `Presence.tiers`.
-        missing: of the places, what has not been moved.
+        missing: the places that have not been transferred.
         again: of a spill, see `Outcome.again`.
-        task: that answers it; None before the loop has taken it.
+        task: that answers it; None before the loop has started it.
     """
 
     operation: Operation
@@ -101,7 +101,7 @@ class PendingMessage:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What has been answered since the last `drain`."""
+    """The answers since the last `drain`."""
 
     presences: tuple[Presence, ...]
     outcomes: tuple[Outcome, ...]
@@ -110,22 +110,22 @@ class Answers:
 class TierRunner:
     """The tiers of one rank, nearest first.
 
-    `run`, `close` and `end` belong to the loop's thread; all other public methods to the one that
-    vLLM calls its hooks on.
+    `run`, `close` and `end` belong to the loop's thread; all other public methods to the thread of
+    vLLM's hooks.
 
     Args:
         guarded_tiers: the tiers, at most `MAX_TIERS`.
-        backend: says how many slots are usable.
+        backend: for the number of usable slots.
         loop: of the transfers, which also run this (`Transfers`).
-        slot_of: returns a slot as the tiers take it. It may hold the memory, so it is let go of
+        slot_of: returns a slot as the tiers take it. It may refer to the memory, so it is dropped
             before that is freed.
-        share: which part of each fetch and spill is this rank's.
+        share: this rank's part of each fetch and spill.
         verifier: records the checksums of fetched slots.
-        namespace_facts: where they have to be learned. Nothing is asked or written before; spills
-            wait for them, and probes for as long as a request might wait for a tier.
+        namespace_facts: if they must be learned first. Tiers are not used before; spills wait for
+            them, and probes as long as a request might wait for a tier.
 
     Attributes:
-        doubts: why the tiers serve only messages with a generation of this engine's own.
+        doubts: why the tiers serve only messages with this engine's own generation.
     """
 
     def __init__(  # noqa: PLR0913
@@ -170,24 +170,24 @@ class TierRunner:
     # ---- on vLLM's thread ----------------------------------------------------------------------
 
     def probe(self, probe: Probe) -> None:
-        """Ask the tiers, see `TieredProbe`."""
+        """Probe the tiers, see `TieredProbe`."""
         self._take(PendingMessage(Operation.PROBE, probe.probe_id, probe.keys, probe.generation))
 
     def fetch(self, fetch: TierTransfer) -> None:
-        """Read each key from its origin; what is not there, from the nearest tier that has it."""
+        """Read each key from its origin, or else from the nearest tier that has it."""
         self._take(self._part_of(Operation.FETCH, fetch))
 
     def spill(self, spill: TierTransfer) -> None:
-        """Write to all tiers, or to those that keep what comes from a farther one."""
+        """Write to all tiers, or to nearer ones that keep copies of a farther one's objects."""
         self._take(self._part_of(Operation.SPILL, spill))
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that has not been drained."""
+        """Return whether there are messages that have not been drained."""
         return bool(self._pending)
 
     def drain(self) -> Answers:
-        """Return what has been answered since the last call."""
+        """Return the answers since the last call."""
         if self._has_ended:
             for pending in self._pending.values():
                 if not pending.is_settled:
@@ -205,7 +205,7 @@ class TierRunner:
         return Answers(tuple(presences), tuple(outcomes))
 
     def count_into(self, counters: Counters) -> None:
-        """Count what the tiers did since the last call."""
+        """Count the tiers' results since the last call."""
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
             counters[series.evicted_objects] += guarded.take_evicted()
             counters[series.restarts] += guarded.take_restarts()
@@ -215,7 +215,7 @@ class TierRunner:
                 _count(call, series, counters)
 
     def gauges(self) -> dict[str, float]:
-        """Return how the tiers stand now."""
+        """Return the gauges of the tiers."""
         gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
             if guarded.config.location.scheme == FILE:  # other kinds do not know
@@ -226,7 +226,7 @@ class TierRunner:
         return {str(name): float(value) for name, value in gauges.items()}
 
     def statistics(self) -> tuple[PendingMessage, ...]:
-        """Return what has not been drained."""
+        """Return statistics of the undrained messages."""
         return tuple(self._pending.values())
 
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:
@@ -253,7 +253,7 @@ class TierRunner:
     # ---- on the loop's thread ------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run until `close`, and until the tiers have let go of all slots."""
+        """Run until `close`, and until the tiers have released all slots."""
         if self._namespace_facts is not None:
             self._begin_s = asyncio.get_running_loop().time()
             learn = functools.partial(self._learn, self._namespace_facts)
@@ -447,7 +447,7 @@ class TierRunner:
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Make calls at the same time; return, or raise, when all of them have ended."""
+    """Run calls concurrently; return, or raise, when all have ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):

@@ -1,7 +1,7 @@
-"""Host slots: which are free, which are leased, which are evicted next.
+"""The pool of host slots: free, leased and evictable ones.
 
-A slot is one position in the host memory of every rank, as large as a GPU block; here a plain
-number, from 0. Each call takes many slots: a long prompt has thousands, and vLLM waits for it.
+A slot is one position in the host memory of every rank, as large as a GPU block; here it is a plain
+number, from 0. Each call takes many slots: a long prompt has thousands, and vLLM waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SlotSource(Protocol):
         """See `SlotPool.grant`."""
 
     def wake(self) -> bool:
-        """Make sure that no other engine takes own slots; False if it is not possible now."""
+        """Keep other engines from taking own slots; False if that is not possible now."""
 
     def own(self, slots: Iterable[int]) -> Sequence[int]:
         """Return those of the slots that are own."""
@@ -59,26 +59,26 @@ class SlotSource(Protocol):
         """
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Nothing leases these slots any more: their owners may overwrite them."""
+        """Let owners overwrite these slots, which have no leases any more."""
 
     def unpublish(self, slots: Sequence[int]) -> None:
-        """No other engine finds these own slots any more."""
+        """Hide these own slots from other engines."""
 
     def renew(self) -> None:
-        """Share nothing any more with other engines that was stored so far."""
+        """Stop sharing the blocks stored so far with other engines."""
 
     def condemn(self, slots: Sequence[int]) -> None:
-        """No engine uses these slots again."""
+        """Retire these slots for all engines."""
 
     def look_again(self) -> None:
         """More slots are usable."""
 
     def check_invariants(self, leased: Set[int]) -> None:
-        """Raise an InvariantError unless what is leased is kept from other engines."""
+        """Raise an InvariantError unless leased slots are protected from other engines."""
 
 
 class References:
-    """How many leases each slot has.
+    """The number of leases of each slot.
 
     Bound: an entry for each leased slot.
 
@@ -92,24 +92,24 @@ class References:
         self._more: Counter[int] = Counter()  # of a slot, beyond the first
 
     def add_first(self, slots: Sequence[int]) -> None:
-        """Give each slot, which has none, its first."""
+        """Add the first lease of each slot."""
         self.leased.update(slots)
 
     def add(self, slots: Sequence[int]) -> None:
-        """Add one to each slot, given once."""
+        """Add one lease to each slot; no slot is given twice."""
         leased = self.leased
         if not leased.isdisjoint(slots):
             self._more.update(leased.intersection(slots))
         leased.update(slots)
 
     def drop(self, slots: Sequence[int]) -> Sequence[int]:
-        """Take one from each slot, of which one may be given twice.
+        """Remove one lease from each slot; a slot may be given twice.
 
         Returns:
-            Those that have none left, in the order given.
+            The slots without leases now, in the order given.
 
         Raises:
-            InvariantError: one of them has none; then nothing has changed.
+            InvariantError: a slot has no lease; nothing has changed.
         """
         leased, more = self.leased, self._more
         if not leased.issuperset(slots):
@@ -130,12 +130,12 @@ class References:
         return slots
 
     def rebuild(self, expected: Mapping[int, int]) -> None:
-        """From now on each slot has so many."""
+        """Set the number of leases of each slot."""
         self.leased = set(expected)
         self._more = Counter({slot: count - 1 for slot, count in expected.items() if count > 1})
 
     def check(self, expected: Mapping[int, int]) -> None:
-        """Raise an InvariantError unless each slot has so many."""
+        """Raise an InvariantError unless each slot has this number of leases."""
         for slot in sorted(self.leased | self._more.keys() | expected.keys()):
             found = (slot in self.leased) + self._more.get(slot, 0)
             if found != expected.get(slot, 0):
@@ -147,14 +147,14 @@ class References:
 
 
 class SlotPool:
-    """Host slots; every operation is one step that cannot half happen.
+    """Host slots; every operation is atomic.
 
     Bound: an entry for each slot.
 
     Args:
-        num_slots: that every rank will have in the end.
+        num_slots: that every rank will have once all memory is ready.
         directory, policy: empty.
-        quotas: of tenants, whose `policy` this is; None: anybody may be granted any slot.
+        quotas: of tenants, whose `policy` this is; None without tenants.
         awaits_source: no slot is usable before `use_source`.
 
     Attributes:
@@ -193,39 +193,39 @@ class SlotPool:
 
     @property
     def num_leased(self) -> int:
-        """Slots under at least one lease; those that are retired, pinned or parked do not count."""
+        """The number of leased slots, without retired, pinned and parked ones."""
         num_parked = 0 if self.source is None else len(self.source.parked)
         num_others = len(self._retired) + len(self._pinned) + num_parked
         return len(self._references.leased) - num_others
 
     @property
     def leased(self) -> Set[int]:
-        """Slots with a lease, retired and parked ones included."""
+        """The leased slots, including retired and parked ones."""
         return self._references.leased
 
     @property
     def num_empty(self) -> int:
-        """Slots that hold nothing and can be granted."""
+        """The number of empty slots that can be granted."""
         return len(self._empty) + self._num_new
 
     @property
     def num_free(self) -> int:
-        """Slots that nothing leases."""
+        """The number of slots without a lease."""
         return self.num_usable - len(self._references.leased)
 
     @property
     def num_evictable(self) -> int:
-        """Slots that hold something and that nothing leases."""
+        """The number of filled slots without a lease."""
         return len(self._evictable)
 
     def num_grantable(self, salt: str | None) -> int:
-        """Return how many slots a grant can take for requests with a salt."""
+        """Return the maximum size of a grant for requests with this salt."""
         if self.quotas is None:
             return self.num_free
         return self.quotas.num_grantable(self.num_empty, salt)
 
     def num_in_reach(self, salt: str | None) -> int:
-        """Return how many slots grants could take for a salt if nothing were leased.
+        """Return the number of slots that grants could take for a salt without any leases.
 
         With tenants, one in reach is enough for a share.
         """
@@ -235,7 +235,7 @@ class SlotPool:
 
     @property
     def num_retired(self) -> int:
-        """Slots that are never granted again."""
+        """The number of retired slots."""
         return len(self._retired)
 
     def open(self, num_ready: int) -> None:
@@ -255,7 +255,7 @@ class SlotPool:
         self._recount()
 
     def use_source(self, source: SlotSource | None) -> None:
-        """Use a source of slots from now on; None: the memory is not shared after all."""
+        """Use a source of slots from now on; None if the memory is not shared after all."""
         self._awaits_source, self.source = False, source
         self.open(self._num_ready)
 
@@ -286,32 +286,32 @@ class SlotPool:
         return set(old).difference(self._empty, self._retired)
 
     def num_overpinned(self, slots: Sequence[int] = ()) -> int:
-        """Return by how many slots pins exceed the quotas, or would with these slots.
+        """Return the number of slots by which pins exceed the quotas, or would with these slots.
 
         Without tenants: 0.
         """
         return 0 if self.quotas is None else self.quotas.num_overpinned(slots)
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Count slots as pinned, by their tenants too."""
+        """Count slots as pinned, also for their tenants."""
         new = set(slots).difference(self._pinned)
         self._pinned |= new
         if self.quotas is not None:
             self.quotas.pin(new)
 
     def unpin(self, slots: Iterable[int]) -> None:
-        """Count slots as pinned no longer."""
+        """Count slots as no longer pinned."""
         old = self._pinned.intersection(slots)
         self._pinned -= old
         if self.quotas is not None:
             self.quotas.unpin(old)
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
-        """Whether pins of these slots deny other tenants their guarantees."""
+        """Return whether pins of these slots deny other tenants their guarantees."""
         return self.quotas is not None and self.quotas.must_unpin(slots)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
-        """Whether a request may store `count` blocks; see `EvictionPolicy.admits`."""
+        """Return whether a request may store `count` blocks; see `EvictionPolicy.admits`."""
         num_evicted = count - self.num_empty
         return num_evicted <= 0 or self._evictable.admits(
             num_evicted, last_slot, first_hash, self._now_s
@@ -324,8 +324,8 @@ class SlotPool:
             salt: of the request, which determines the tenant; see `TenantQuotas`.
 
         Returns:
-            Possibly fewer slots, possibly none: full is normal. The previous contents of a
-            granted slot are forgotten.
+            Possibly fewer slots, possibly none: full is normal. The directory drops the previous
+            contents of granted slots.
         """
         if self.source is not None:
             return self.source.grant(count)
@@ -337,7 +337,7 @@ class SlotPool:
         return granted
 
     def take(self, count: int) -> list[int]:
-        """Take up to `count` slots that are empty or, if there are too few, evictable."""
+        """Take up to `count` slots: empty ones first, then evictable ones."""
         if count <= 0:
             return []
         granted = self._empty[-count:]
@@ -362,9 +362,9 @@ class SlotPool:
         self._empty[:0] = range(first + count - 1, first - 1, -1)
 
     def lease(self, slots: Sequence[int]) -> None:
-        """Add one lease to each slot, given once: none is evicted until it is released.
+        """Add one lease to each slot, given once; leased slots are not evicted.
 
-        What another engine has overwritten by now is forgotten.
+        Slots that another engine has overwritten are dropped from the directory.
         """
         if self.source is None:
             self._references.add(slots)
@@ -374,7 +374,7 @@ class SlotPool:
         self._evictable.lease(slots)
 
     def hold(self, slots: Sequence[int]) -> None:
-        """Add one lease to each slot, given once, which is no use of what they hold."""
+        """Add one lease to each slot, given once, without counting that as a use."""
         if self.source is None:
             self._references.add(slots)
         else:
@@ -383,20 +383,20 @@ class SlotPool:
         self._evictable.hold(slots)
 
     def withhold(self, slots: Sequence[int]) -> None:
-        """Add a lease of the source's to slots that nothing leases."""
+        """Add a lease of the source to slots without a lease."""
         self._evictable.hold(slots)
         self._references.add_first(slots)
 
     def release(self, slots: Sequence[int], first: Sequence[int] = ()) -> None:
-        """Take one lease from each slot, given in prefix order.
+        """Remove one lease from each slot, given in prefix order.
 
-        The tail of a prefix is evicted before its head, without which it can never be hit.
+        The tail of a prefix is evicted before its head, without which it is useless.
 
         Args:
-            first: those of the slots, each once, that go before all others, in this order.
+            first: those of the slots, each once, that are evicted before all others, in this order.
 
         Raises:
-            InvariantError: one of them is not leased; then nothing has changed.
+            InvariantError: a slot is not leased; nothing has changed.
         """
         slots = self._references.drop(slots)
         if self.source is not None:
@@ -419,7 +419,7 @@ class SlotPool:
             self.quotas.emptied(slots)
 
     def _unleased(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the own slots that hold something and that nothing leases."""
+        """Return the own slots that are filled and have no lease."""
         if self.source is not None:
             slots = self.source.own(slots)
         if None in map(self.directory.hashes.__getitem__, slots):
@@ -427,11 +427,11 @@ class SlotPool:
         return list(filterfalse(self._references.leased.__contains__, slots))
 
     def next_evicted(self, count: int) -> list[int]:
-        """Return up to `count` evictable slots, those that go first, in their order."""
+        """Return up to `count` evictable slots, in the order of their eviction."""
         return self._evictable.peek(count)
 
     def least_needed(self, count: int) -> list[int]:
-        """Return up to `count` empty slots, and as many that are evicted next."""
+        """Return up to `count` empty slots and up to `count` next victims."""
         return self._empty[:count] + self._evictable.peek(count)
 
     def forget(self, slots: Iterable[int]) -> None:
@@ -456,9 +456,9 @@ class SlotPool:
         self._add_empty([slot for slot in slots if slot not in leased])
 
     def retire(self, slots: Iterable[int]) -> list[int]:
-        """Never grant these slots again: the memory under them is not to be trusted (I6).
+        """Never grant these slots again: their memory is unreliable (I6).
 
-        Each is given one lease that is never released, and can be found until it is forgotten.
+        Each gets a lease that is never released, and can be found until it is dropped.
 
         Returns:
             The slots that were not retired before.
@@ -476,7 +476,7 @@ class SlotPool:
         return retired
 
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
-        """After an error: rebuild all books from the leases that exist."""
+        """After an error, rebuild all counts from the existing leases."""
         expected = self._count(leases)
         self.directory.mend(expected)
         self._references.rebuild(expected)
@@ -499,11 +499,11 @@ class SlotPool:
         deque(map(self._was_hit.__setitem__, slots, repeat(was_hit)), maxlen=0)
 
     def unread(self, slots: Sequence[int]) -> list[int]:
-        """Return those of the slots that no load has read since they were filled."""
+        """Return the slots that no load has read since they were filled."""
         return list(filterfalse(self._was_hit.__getitem__, slots))
 
     def set_time(self, now_s: float) -> None:
-        """Set the time, from which ages of evicted slots follow."""
+        """Set the time, for the ages of evicted slots."""
         self._now_s = now_s
 
     def _count_evicted(self, slots: Sequence[int]) -> None:
@@ -523,7 +523,7 @@ class SlotPool:
         return f"<SlotPool of {self.num_slots}: {self.num_free} free, {self.num_leased} leased>"
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
-        """Return how many leases each slot should have."""
+        """Return the expected number of leases of each slot."""
         expected = Counter(slot for slots in leases for slot in slots)
         expected.update(self._retired)
         if self.source is not None:
@@ -531,7 +531,7 @@ class SlotPool:
         return expected
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
-        """Compare every slot's leases with those that exist (I1, I8), and the directory.
+        """Compare each slot's count with the existing leases (I1, I8), and check the directory.
 
         Raises:
             InvariantError: they differ, or the free slots are not exactly the unleased ones.

@@ -1,4 +1,4 @@
-"""Estimates of what other sizes of host memory would hit."""
+"""Estimated hit rates of other host sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimates(Feature):
         self.curve: Curve | None = None
 
     def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """What a request hits counts when it begins to run, if all of it may be stored."""
+        """See `Feature`; a request counts when it starts to run, if all of it may be stored."""
         request = state.request
         is_partial = state.limits.store_tokens is not None and not state.is_refused
         if num_tokens or is_partial or state.is_estimated:

@@ -1,4 +1,4 @@
-"""KV events: what they have to know of requests."""
+"""KV events: passes requests to `KvEvents`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Events(Feature):
-    """Tells `KvEvents`, which the directory reports to, of requests."""
+    """Passes requests to `KvEvents`, to which the directory reports changes."""
 
     def __init__(self, events: KvEvents) -> None:
         self._events = events

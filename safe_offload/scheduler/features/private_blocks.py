@@ -1,9 +1,8 @@
-"""Blocks that stay out of tiers: their hashes do not say what they were computed from.
+"""Private blocks, which stay out of tiers: their hashes do not cover all their inputs.
 
-vLLM's hash of a block knows media by their ids, which a client may have chosen, adapters by name
-and path, and embeddings in the place of tokens without what kind of numbers they are. Within one
-engine that is vLLM's own rule, on the GPU as on the host. In a tier one client would decide for all
-engines what a name means.
+vLLM's block hash covers media by their ids, which a client may have chosen, adapters by name and
+path, and prompt embeddings without their data type. Within one engine, on GPU and host, vLLM's own
+rule applies. In a tier, one client would define the meaning of a name for all engines.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestBook, RequestState
 
 SWEEP_MIN = 1 << 16
-"""Hashes that are kept before it is looked which are of any use."""
+"""Number of hashes before the first sweep."""
 
 
 class PrivateBlocks(Feature):
-    """Keeps `Directory.private`: such hashes, for as long as the GPU or the host may have them.
+    """Keeps `Directory.private`: the private hashes that the GPU or the host may have.
 
-    Its state, which nothing else changes: those below, and at how many hashes it is time to sweep.
+    Its state, which nothing else changes: `growing`, and the number of hashes for the next sweep.
 
     Bound: the requests that vLLM has, and the hashes that a sweep leaves, twice, or `SWEEP_MIN`.
 
     Args:
-        tells_media_ids: ids of media that look like a hash of content are (`media_ids`).
-        vouches_for_adapters: the operator does, with `model_version`.
+        tells_media_ids: ids of media that look like a hash of content are one (`media_ids`).
+        vouches_for_adapters: `model_version` identifies adapters, too.
 
     Attributes:
-        growing: read only outside; the requests with some (`RequestState.private`) that may have
-            others by now: sessions, and who has run.
+        growing: requests with private hashes (`RequestState.private`) that may have gained others:
+            sessions, and requests that have run. Read only outside.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class PrivateBlocks(Feature):
             self.growing.add(state)
 
     def _first(self, request: Request) -> int | None:
-        """Return the first of its hashes that is private; None if none is."""
+        """Return the index of the first private hash of a request; None without."""
         if request.prompt_embeds is not None:
             return 0
         if request.lora_request is not None and not self._vouches_for_adapters:
@@ -94,12 +93,12 @@ class PrivateBlocks(Feature):
         return Answer.SEARCH
 
     def on_report(self, report: StepReport) -> None:
-        """See `Feature`; what was stored may be found and spilled from now on."""
+        """See `Feature`; stored blocks may be found and spilled from now on."""
         for state in self.growing:
             self._note(state)
 
     def on_request_finished(self, state: RequestState) -> None:
-        """See `Feature`; others may still find what the request has computed."""
+        """See `Feature`; others may still find its blocks."""
         if state.private is not None:
             self._note(state)
             state.private = None
@@ -116,7 +115,7 @@ class PrivateBlocks(Feature):
             state.private = len(hashes)
 
     def _sweep(self) -> None:
-        """Forget what neither the GPU, nor the host, nor a request has any more."""
+        """Drop the hashes that neither the GPU, nor the host, nor a request has."""
         kept = self._gpu.cached_hashes().union(*self._hits.directory.tables)
         of_live = (s.request.block_hashes for s in self._book if s.private is not None)
         kept.update(*of_live)

@@ -1,4 +1,4 @@
-"""Tenants: their shares of the host slots, as a file says, and their metrics."""
+"""Tenants: their quotas of host slots, from a file, and their metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
 
 LABELS_MAX = 256
-"""Labels that the file had and whose series stay; the oldest end."""
+"""Labels whose series stay after the file has lost them; beyond that, the oldest end."""
 
 
 class TenantShares(Feature):
-    """Divides the host slots among tenants, as a file says.
+    """Applies the quotas of the tenants file.
 
-    Its state: the bad changes of the file that it has counted, the labels that metrics have had,
-    and `RequestState.num_asked`.
+    Its state: the counted invalid versions of the file, the labels that metrics have had, and
+    `RequestState.num_asked`.
 
     Bound: `LABELS_MAX` labels.
     """

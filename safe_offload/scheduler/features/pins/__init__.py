@@ -1,4 +1,4 @@
-"""Prompts that stay on the host because a client or a hint asks, and the hints themselves.
+"""Pinned prompts, and hints of routers and agents.
 
 Imports cache, scheduler and tiers. Doors: `pinned_prompts.PinnedPrompts`, `hints.Hints`.
 """

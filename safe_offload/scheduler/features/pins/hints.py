@@ -1,8 +1,8 @@
-"""Hints: what a router, or the runtime of an agent, knows of a request beside its tokens.
+"""Hints: what a router, or the runtime of an agent, knows about a request.
 
 A hint is an action in an envelope of vLLM's (vLLM 0.32.0, v1/kv_hints/protocol.py; vllm#53423), in
-the request itself or, where a front has no field for it, in `kv_transfer_params`. vLLM defines
-the envelope alone. `kv.fetch` is Dynamo's word, and `kv.retain` is made after it.
+the request itself or, if the frontend has no field for it, in `kv_transfer_params`. vLLM defines
+the envelope only. `kv.fetch` is Dynamo's, and `kv.retain` is named after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KNOWN = (
 
 
 class Hints(Feature):
-    """Adds what its hints ask for to what a request asks for. Its state: a number for the log."""
+    """Applies hints to the limits of requests. Its state: a count for the log."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -58,11 +58,11 @@ class Hints(Feature):
 
 
 def with_hints(request: Request, limits: Limits, counters: Counters) -> tuple[Limits, list[str]]:
-    """Add to what a request asks for what its hints do; never raises, and counts each action.
+    """Apply the hints of a request to its limits; never raises, and counts each action.
 
     Returns:
-        The limits, and what is wrong with hints that nothing comes of. That names fields and types,
-        never a value: a client may have put its prompt there.
+        The limits, and the problems with ignored hints. These name fields and types, never a value:
+        a client may have put its prompt there.
     """
     problems: list[str] = []
     for envelope in _envelopes(request):
@@ -98,7 +98,7 @@ def _problem_of_envelope(envelope: Any, actions: Any) -> str:
 
 
 def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count | None, str]:
-    """Return the limits with an action, and what it counts as, or what is wrong with it."""
+    """Return the limits with an action applied, its counter, and its problem, if any."""
     if _field(action, "action_version") != ACTION_VERSION:
         return limits, None, "action_version is missing or unsupported"
     kind = _field(action, "action_type")
@@ -114,5 +114,5 @@ def _with_action(limits: Limits, action: Any) -> tuple[Limits, Count | None, str
 
 
 def _field(thing: Any, name: str) -> Any:
-    """Return a field of a struct of vLLM's, or of a mapping that a client wrote."""
+    """Return a field of vLLM's struct, or of a client's mapping."""
     return thing.get(name) if isinstance(thing, dict) else getattr(thing, name, None)

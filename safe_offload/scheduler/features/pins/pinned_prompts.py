@@ -1,4 +1,4 @@
-"""Pins the prompts of requests that ask for it, when they end."""
+"""Pins the prompts of requests with `pin_s` when these end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.tiered_hits import Present, TieredHits
 
 TRIES_MAX = 8
-"""To pin what other engines of a pool overwrite meanwhile."""
+"""Tries to pin slots that other engines of a pool overwrite meanwhile."""
 
 _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
-"""Of requests that another connector answers for."""
+"""Keys of responses that belong to another connector."""
 
 
 class PinnedPrompts(Feature):
@@ -58,7 +58,7 @@ class PinnedPrompts(Feature):
             self._report(state, num_pinned, num_unpinned)
 
     def _pin(self, request: Request, pin_s: float) -> tuple[int, int]:
-        """Pin a request that has ended; return how many tokens it may be, and are."""
+        """Pin an ended request; return the tokens to pin and the pinned ones."""
         geometry, hashes = self._hits.geometry, request.block_hashes
         prompt_end = request.num_prompt_tokens - 1  # the last token is always computed
         num_wanted = prompt_end - prompt_end % geometry.alignment_tokens

@@ -1,14 +1,14 @@
 """Pins: prompts that stay on the host for a time after their last use, at a client's request.
 
-A pin leases what a hit needs that ends where its prompt does, and what one needs that ends where
-its answer does, if the host has that. A block may be pinned while it is still being stored. All
-pins together hold at most a share of the slots, and of a prompt that has not the room its head.
-With tenants see `TenantQuotas.num_overpinned`. What many prompts begin with is leased once: slots
-are in a tree, as prompts are. Of each slot, a pin that comes or goes touches what is its own.
+A pin leases the blocks of a hit at the end of its prompt and, if the host has them, of a hit at the
+end of its output. A block may be pinned while it is being stored. All pins together hold at most a
+share of the slots; of a prompt without enough room, the head is pinned. For tenants, see
+`TenantQuotas.num_overpinned`. Shared prefixes are leased once: slots form a tree, as prompts do, so
+adding or removing a pin only touches its own part.
 
-A request uses a pin if its prompt begins with what is pinned. The time of a pin begins anew when
-the last request that uses it has ended. Time is that of the last plan: nothing is evicted before
-the next, and an engine that computes makes a plan in every step.
+A request uses a pin if its prompt starts with the pinned prefix. The time of a pin restarts when
+the last request that uses it has ended. The clock is the time of the last plan: nothing is evicted
+before the next one, and a busy engine plans in every step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PINS_MAX = 4096
 
 
 class Stretch:
-    """Slots that the same pins hold, under one lease; `Pins` alone changes it.
+    """A node of the tree: slots held by the same pins, under one lease; only `Pins` changes it.
 
     Bound: `PINS_MAX` for all together.
 
     Attributes:
-        before: what comes before it in each of these prompts; None at their start.
-        after: by its first slot, what comes after it.
-        num_uses: pins that end with it, and stretches that come after it.
+        before: its parent; None at the start of prompts.
+        after: its children, by their first slots.
+        num_uses: pins that end with it, and children.
     """
 
     __slots__ = ("after", "before", "lease", "num_uses")
@@ -47,16 +47,16 @@ class Stretch:
 
 
 class Pin:
-    """What is pinned under one hash; `Pins` alone changes it.
+    """A pinned prefix; only `Pins` changes it.
 
     Bound: an end for each slot of it.
 
     Attributes:
-        key: the last hash of what is pinned of the prompt.
-        ends: the last stretch of each KV cache group, of the prompt and of its answers; no more
-            than it has slots.
-        pin_s: how long it lasts after its last use.
-        until_s: when it ends; never while it is used, from the first plan on.
+        key: the last hash of the pinned prefix.
+        ends: the last stretch by KV cache group, of the prompt and of its outputs; at most one per
+            slot.
+        pin_s: its duration after the last use.
+        until_s: its end; infinite while it is used, from the first plan on.
     """
 
     def __init__(self, key: bytes, pin_s: float) -> None:
@@ -79,9 +79,9 @@ class Pins:
     """All pins.
 
     Its state, which nothing else changes: the pins by key, the stretches, the first ones by their
-    first slot, in how many stretches each slot is, which requests use which, the last plan's time,
-    when the first one ends, those that requests began to use since then, and at how many forgets
-    of the directory the slots were looked at.
+    first slot, the number of stretches of each slot, the requests that use each pin, the time of
+    the last plan, the first end of a pin, the pins used since then, and the directory's
+    `num_forgets` at the last check of the slots.
 
     Bound: `PINS_MAX` pins, `num_slots_max` slots, and the requests that vLLM has.
 
@@ -108,12 +108,12 @@ class Pins:
 
     @property
     def num_slots(self) -> int:
-        """Slots that are pinned, each counted once."""
+        """The number of pinned slots, each counted once."""
         return len(self._counts)
 
     @property
     def num_slots_max(self) -> int:
-        """How many may be."""
+        """The maximum number of pinned slots."""
         return int(self._share * self._slots.num_usable)
 
     # ---- what requests ask for -----------------------------------------------------------------
@@ -121,12 +121,11 @@ class Pins:
     def cut(
         self, find: Callable[[int], Any], end: int, block_size: int
     ) -> tuple[int, Sequence[int]]:
-        """Return the tokens, and the slots, of the longest hit that there is room for.
+        """Return the tokens and the slots of the longest hit that fits.
 
         Args:
-            find: the hit that ends at a token at the latest, with `num_tokens` and `slots`; None if
-                there is none.
-            end: the token to begin with.
+            find: returns the longest hit up to a token, with `num_tokens` and `slots`, or None.
+            end: the first token to try.
             block_size: of a hash, in tokens.
         """
         while (hit := find(end)) is not None:
@@ -142,11 +141,11 @@ class Pins:
         return 0, ()
 
     def add(self, key: bytes, slots: Sequence[int], pin_s: float) -> bool:
-        """Pin slots; False, and nothing has changed, if there are too many pins.
+        """Pin slots; return False, with nothing changed, if there are too many pins.
 
         Args:
-            slots: that hold something, or are being filled.
-            pin_s: how long; if they are pinned, the longer time counts.
+            slots: filled, or being filled.
+            pin_s: the duration; of slots pinned already, the longer one counts.
         """
         old = self._pins.get(key)
         if old is None and len(self) >= PINS_MAX:
@@ -163,7 +162,7 @@ class Pins:
         return True
 
     def use(self, user: RequestState, hashes: Iterable[bytes]) -> None:
-        """A request is new: it uses the pins that its prompt begins with, until it ends."""
+        """Let a new request use the pins that its prompt starts with, until it ends."""
         found = [self._pins[block_hash] for block_hash in hashes if block_hash in self._pins]
         if found:
             user.pins = found
@@ -180,7 +179,7 @@ class Pins:
             self._begin(pin)
 
     def _begin(self, pin: Pin) -> None:
-        """Its time begins anew, unless a request uses it."""
+        """Restart the time of a pin, unless a request uses it."""
         if pin.num_users and pin.until_s == math.inf:
             return
         last_s = pin.until_s if pin.until_s < math.inf else 0.0
@@ -188,7 +187,7 @@ class Pins:
         self._due_s = min(self._due_s, pin.until_s)
 
     def remove(self, hashes: Iterable[bytes]) -> None:
-        """End all pins of prompts that one begins with."""
+        """End all pins of prefixes of a prompt."""
         for key in [block_hash for block_hash in hashes if block_hash in self._pins]:
             for end in self._pins.pop(key).ends:
                 self._let_go(end)
@@ -196,7 +195,7 @@ class Pins:
     # ---- what happens --------------------------------------------------------------------------
 
     def set_time(self, now_s: float) -> None:
-        """A step is about to be planned: end what is over."""
+        """Set the time of a plan, and end expired pins."""
         self._now_s = now_s
         if now_s >= self._due_s:
             self.remove([key for key, pin in self._pins.items() if pin.until_s <= now_s])
@@ -218,7 +217,7 @@ class Pins:
                     self._lose(stretch)
 
     def reset(self) -> None:
-        """The host has forgotten everything, or nothing is to be kept."""
+        """End all pins."""
         for stretch in self._stretches:
             stretch.lease.release()
         self._slots.unpin(self._counts)
@@ -231,7 +230,7 @@ class Pins:
     # ---- the tree ------------------------------------------------------------------------------
 
     def _reach(self, slots: list[int]) -> Stretch:
-        """Return the stretch with which a prefix ends, whose last slots are leased if need be."""
+        """Return the stretch at the end of a prefix, leasing its last slots if necessary."""
         before, place = None, 0
         while stretch := self._after(before).get(slots[place]):
             own = stretch.lease.slots
@@ -260,7 +259,7 @@ class Pins:
         return stretch
 
     def _split(self, stretch: Stretch, num_slots: int) -> Stretch:
-        """Cut so many slots off the head of a stretch; return what has them now."""
+        """Split this many slots off the head of a stretch; return the new stretch."""
         whole, head, tail = stretch.lease, *(self._leases.hold(LeaseKind.PIN, ()) for _ in "ab")
         whole.share([(num_slots, head), (len(whole.slots) - num_slots, tail)])
         first = self._insert(head, stretch.before)
@@ -270,7 +269,7 @@ class Pins:
         return first
 
     def _let_go(self, end: Stretch | None) -> None:
-        """A pin ends with a stretch no more: release what no other needs, the last slots first."""
+        """Remove an end of a pin: release stretches without other uses, the last slots first."""
         while end is not None:
             end.num_uses -= 1
             if end.num_uses:
@@ -282,7 +281,7 @@ class Pins:
             end = end.before
 
     def _lose(self, stretch: Stretch) -> None:
-        """Let go of slots that were forgotten; no other prompt is found to go on here."""
+        """Release slots that the directory has dropped; no other prompt continues here."""
         self._detach(stretch)
         held, slots = self._slots.directory.hashes, stretch.lease.slots
         stretch.lease.keep(LeaseKind.PIN, [slot for slot in slots if held[slot] is not None])
@@ -301,10 +300,10 @@ class Pins:
                 self._slots.unpin((slot,))
 
     def check_invariants(self) -> None:
-        """Compare what is counted with what is leased, and for whom.
+        """Compare the counts with the leases and their users.
 
         Raises:
-            InvariantError: they differ, or more is pinned than may be.
+            InvariantError: they differ, or too many slots are pinned.
         """
         leased = Counter(slot for stretch in self._stretches for slot in stretch.lease.slots)
         if leased != self._counts:
