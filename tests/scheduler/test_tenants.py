@@ -75,8 +75,10 @@ def test_what_two_tenants_compute_in_one_step_is_each_ones_own(rig):
     assert slots_of(rig) == {"rest": 2, "chat": 2, "batch": 2}
 
 
-def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_counted(rig, caplog):
-    logging.getLogger("vllm").addHandler(caplog.handler)
+def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_counted(
+    rig, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [caplog.handler])
     ask(rig, "one", "chat")
     for text in (text_of(chat="90%", batch="20%"), SALT.encode(), None):
         feature_of(rig.planner, TenantShares).file.use(text)
@@ -90,7 +92,6 @@ def test_other_tenants_are_in_force_from_the_next_step_on_and_bad_ones_are_count
     assert gauges[of_tenant("guaranteed_bytes", "batch")] == 0
     assert gauges[of_tenant("guaranteed_bytes", "late")] == 20 * slot_bytes
     told = caplog.text + repr((rig.planner, rig.planner.stores, rig.planner.hits.slots, rig.counts))
-    logging.getLogger("vllm").removeHandler(caplog.handler)
     assert SALT not in told
     assert "the shares add up to 120%" in told
 

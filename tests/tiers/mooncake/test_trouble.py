@@ -127,11 +127,12 @@ def faulty(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["scribble", "hang", "die"])
 async def test_a_read_that_goes_wrong_gives_back_slots_that_nobody_writes_to(
-    tmp_path, faulty, fault, caplog
+    tmp_path, faulty, fault, caplog, monkeypatch
 ):
     """Its process is killed, and the objects that another one gives the store are still there."""
     faulty(fault)
-    logging.getLogger("vllm.safe_offload.tiers.rare_log").addHandler(caplog.handler)
+    logger = logging.getLogger("vllm.safe_offload.tiers.rare_log")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
     with Master(tmp_path) as master:
         config = TierConfig.at(master.url, segment_bytes=64 << 20, timeout_s=1.0)
         async with opened(config) as tier:
