@@ -165,17 +165,21 @@ class FileConfig(TierConfig):
         return self.capacity_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ValkeyConfig(TierConfig):
-    """A Valkey or Redis server. Without `ttl_s`, the server alone evicts."""
-
-    num_connections: int = setting(
+def _connections(default: int) -> Any:
+    return setting(
         count(1, MAX_CONNECTIONS, example=4),
-        DEFAULT_CONNECTIONS,
+        default,
         "Connections per rank.",
         key="connections",
         elsewhere='use "threads"',
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyConfig(TierConfig):
+    """A Valkey or Redis server. Without `ttl_s`, the server alone evicts."""
+
+    num_connections: int = _connections(DEFAULT_CONNECTIONS)
     ttl_s: float | None = setting(
         duration(MAX_TTL_S),
         None,
@@ -222,13 +226,7 @@ class ValkeyTlsConfig(ValkeyConfig):
 class BucketConfig(TierConfig):
     """A bucket. Without `endpoint`, the cloud's own."""
 
-    num_connections: int = setting(
-        count(1, MAX_CONNECTIONS, example=4),
-        BUCKET_CONNECTIONS,
-        "Connections per rank.",
-        key="connections",
-        elsewhere='use "threads"',
-    )
+    num_connections: int = _connections(BUCKET_CONNECTIONS)
     endpoint: str | None = setting(
         endpoint(), None, "Address of the object store, if not the cloud's own."
     )
