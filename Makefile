@@ -60,8 +60,9 @@ QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_o
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
 # All tests of a GPU. Collecting only these takes seconds, and none of the tools that the other tests need.
 GPU_TESTS := tests/gpu tests/benchmarks/test_copies.py
-# In two processes: tests/conftest.py says which runs what.
-IN_TWO := -n 2
+# In two processes: tests/conftest.py says which runs what. One that dies fails its test and is not replaced:
+# pytest-xdist would wait for ever if no test file is left to begin.
+IN_TWO := -n 2 --max-worker-restart=0
 
 # The tools of site and release are in an environment of their own, which takes seconds.
 TOOLS_VENV := .venv-tools

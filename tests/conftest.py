@@ -43,9 +43,8 @@ LONGEST = tuple(
         *("engine/test_tenants", "engine/test_network_tiers", "engine/test_memory"),
         *("engine/test_observability", "engine/test_preemption", "engine/test_private"),
         *("scheduler/test_internal_errors", "worker/copies/test_gpu", "simulator/test_runs"),
-        *("commands/bench/test_tier", "benchmarks/test_scheduler", "scheduler/loads/test_prefixes"),
+        *("benchmarks/test_scheduler", "scheduler/loads/test_prefixes"),
         *("simulator/test_digests", "simulator/test_swarm", "worker/memory/test_shared_memory"),
-        "tiers/test_hostile",
     )
 )
 """Files in the order in which they begin; the others follow."""
