@@ -17,8 +17,8 @@ from typing import Any
 
 from safe_offload.config.tiers import MooncakeConfig
 from safe_offload.tiers.mooncake.mooncake_store import MooncakeStore
-from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from tests import stopping
 from tests.valkey_server import LOCALHOST, free_port
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.naming import HEADER_BYTES
-from safe_offload.tiers.seal import PLAIN, Digest, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Digest, Seal
 from safe_offload.tiers.waiting import outlast
 
 _BAD_NAMES_MAX: Final = 100_000

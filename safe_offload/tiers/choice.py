@@ -11,7 +11,7 @@ from safe_offload.config.tiers import KINDS, TierConfig
 
 if TYPE_CHECKING:
     from safe_offload.tiers.base import Tier
-    from safe_offload.tiers.seal import Seal
+    from safe_offload.tiers.seals.seal import Seal
     from safe_offload.tiers.store import Store
 
 Facts = MutableMapping[str, str]
@@ -46,7 +46,7 @@ def open_tier(
     Only the file with its key is read yet; raises as `open_store`.
     """
     from safe_offload.tiers.naming import namespace
-    from safe_offload.tiers.seal import open_seal
+    from safe_offload.tiers.seals.keys import open_seal
 
     seal = open_seal(config.hmac_key_file)
     facts = ChainMap(dict(seal.facts), facts)

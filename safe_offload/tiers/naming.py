@@ -6,7 +6,7 @@ Names of folders and files are hexadecimal digits only, so no hash is ever a pat
 
 An object begins with a header of 4 KiB, so its bytes lie on a page. A reader compares the whole
 header with the one expected for the name and the bytes. Objects that are sealed with a key have a
-version of their own (seal.py).
+version of their own (seals).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TypeVar
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, LoggedError, Name, Result
 from safe_offload.tiers.batch import BadNames, Batch, Calls
-from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Store
 
 logger = logging.getLogger(f"vllm.{__name__}")

@@ -21,8 +21,8 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.findings import Severity
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
-from safe_offload.tiers.seal import PLAIN
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.seals.seal import PLAIN
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
 from tests.kubernetes_api import VERSIONS, check

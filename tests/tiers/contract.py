@@ -18,8 +18,8 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
-from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Store
 from tests.worker.waiting import PATIENCE_S
 

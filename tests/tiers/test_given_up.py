@@ -16,7 +16,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result, Tier
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import HEADER_BYTES
-from safe_offload.tiers.seal import PLAIN
+from safe_offload.tiers.seals.seal import PLAIN
 from tests.tiers.contract import FACTS, bytes_of, fetch_one, filled, name_of, put, slot_of
 from tests.tiers.objects.scripted_bucket import head_from, known_to_the_tier
 from tests.tiers.valkey.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer, until

@@ -24,8 +24,8 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
-from safe_offload.tiers.seal import PLAIN, Seal
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.valkey import servers as valkey_servers
 from safe_offload.tiers.valkey.login import Login
 from tests.tiers.contract import (

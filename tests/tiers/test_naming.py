@@ -18,7 +18,7 @@ from safe_offload.tiers.naming import (
     namespace_folder,
     path_of,
 )
-from safe_offload.tiers.seal import PLAIN
+from safe_offload.tiers.seals.seal import PLAIN
 
 FACTS = {"model": "m", "layout": [[1, 2], [3, 4]], "rank": 0}
 NAME = Name(namespace(FACTS), 258, bytes(range(32)))

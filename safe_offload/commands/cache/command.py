@@ -28,7 +28,8 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, TIB, format_bytes
 from safe_offload.tiers import naming
 from safe_offload.tiers.files.directory import NotOursError
-from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
+from safe_offload.tiers.seals.keys import open_seal
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal, seal_of
 from safe_offload.tiers.store import LISTED_MAX, Item, pages
 
 _BAD_SHOWN_MAX: Final = 20

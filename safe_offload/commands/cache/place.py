@@ -17,7 +17,7 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, HEADER_BYTES
-from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Item, Store, pages
 
 LOOKING: Final = "listing objects"

@@ -27,8 +27,8 @@ from safe_offload.mapped_files import map_file
 from safe_offload.threads import set_title
 from safe_offload.tiers.base import Name, reason_of
 from safe_offload.tiers.choice import open_store
-from safe_offload.tiers.seal import Seal
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.seals.seal import Seal
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -35,7 +35,7 @@ from safe_offload.tiers.base import LoggedError, Name, Result
 from safe_offload.tiers.choice import Facts, OpenTier, open_tier
 from safe_offload.tiers.process.child import LENGTH_BYTES, Setup, framed, length_of, read
 from safe_offload.tiers.process.child_process import ChildProcess
-from safe_offload.tiers.seal import Seal
+from safe_offload.tiers.seals.seal import Seal
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")

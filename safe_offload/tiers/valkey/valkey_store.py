@@ -33,7 +33,7 @@ from safe_offload.tiers.naming import (
     name_of_key,
     namespace_of_key,
 )
-from safe_offload.tiers.seal import Digest
+from safe_offload.tiers.seals.seal import Digest
 from safe_offload.tiers.store import LISTED_MAX, PAGE_ITEMS, Item, Store, listed
 from safe_offload.tiers.valkey import diagnosis
 from safe_offload.tiers.valkey.commands import (

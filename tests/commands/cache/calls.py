@@ -9,7 +9,7 @@ import pytest
 from safe_offload.commands.cli import main
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.naming import HEADER_BYTES, description, namespace
-from safe_offload.tiers.seal import PLAIN, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from tests.tiers.contract import bytes_of, filled
 
 FACTS: dict[str, object] = {"model": "meta-llama/Llama-3.1-8B", "rank": 0}

@@ -8,7 +8,7 @@ from safe_offload.tiers import store
 from safe_offload.tiers.files import file_store
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, namespace_folder
 from safe_offload.tiers.objects import bucket_store
-from safe_offload.tiers.seal import Seal
+from safe_offload.tiers.seals.seal import Seal
 from safe_offload.tiers.valkey import valkey_store
 from tests.commands.cache.calls import (
     AFTER_RESET,

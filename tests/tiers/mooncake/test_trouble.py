@@ -29,7 +29,7 @@ from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.mooncake import client, helper, settings
 from safe_offload.tiers.naming import key_of
-from safe_offload.tiers.seal import Seal
+from safe_offload.tiers.seals.seal import Seal
 from tests import stopping
 from tests.mooncake_server import Master, Segment, mooncake_tier
 from tests.node.engines import pools_in, wanted

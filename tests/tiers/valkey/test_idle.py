@@ -14,8 +14,8 @@ import pytest
 from safe_offload.config.tiers import DEFAULT_CONNECTIONS, TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
-from safe_offload.tiers.seal import PLAIN
 from safe_offload.tiers.sealed_tier import SealedTier
+from safe_offload.tiers.seals.seal import PLAIN
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.replies import WireError
 from safe_offload.tiers.valkey.servers import ConnectionPool, Servers

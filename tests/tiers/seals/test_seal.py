@@ -17,7 +17,6 @@ from xxhash import xxh3_64_intdigest
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
-from safe_offload.tiers import seal as seal_module
 from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.naming import (
@@ -30,7 +29,10 @@ from safe_offload.tiers.naming import (
     namespace,
     namespace_folder,
 )
-from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
+from safe_offload.tiers.seals import keys as keys_module
+from safe_offload.tiers.seals import seal as seal_module
+from safe_offload.tiers.seals.keys import open_seal
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal, seal_of
 from tests.tiers.contract import (
     PATIENCE_S,
     bytes_of,
@@ -294,7 +296,7 @@ def test_a_file_that_cannot_be_read_is_refused_when_the_tier_is_opened(tmp_path)
 
 @pytest.mark.parametrize(("mode", "is_warned"), [(0o400, 0), (0o440, 0), (0o604, 1), (0o644, 1)])
 def test_a_key_that_everybody_can_read_is_warned_of(tmp_path, mode, is_warned, caplog):
-    with caplog.at_level(logging.WARNING, logger=seal_module.logger.name):
+    with caplog.at_level(logging.WARNING, logger=keys_module.logger.name):
         open_seal(key_file(tmp_path, KEY, mode))
     assert caplog.text.count("can be read by every user") == is_warned
     assert KEY.hex() not in caplog.text

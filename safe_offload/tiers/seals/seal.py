@@ -12,11 +12,9 @@ other's objects.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hmac
 import logging
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar
@@ -24,8 +22,6 @@ from typing import Any, Final, Protocol, TypeVar
 import xxhash
 from blake3 import blake3
 
-from safe_offload.config.files import read_file
-from safe_offload.config.printing import secret_file
 from safe_offload.errors import ConfigError
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
@@ -37,13 +33,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
-KEY_BYTES_MIN: Final = 32
 FACT: Final = "seal"
 """Name of the fact with the key of a namespace's objects."""
 NOT_CHECKED: Final = "it is sealed with a key: not checked"
 
-_KEY_FILE_BYTES_MAX: Final = 4096
-_DISTINCT_MIN: Final = 12  # of 32 random bytes fewer are different once in 10**20 keys
 _DIGEST_BYTES: Final = 32  # of BLAKE3, and of HMAC-SHA256
 _FINGERPRINT_BYTES: Final = 8
 # No header begins like this, so it says nothing about the seal of any object.
@@ -51,9 +44,6 @@ _FINGERPRINT_OF: Final = b"safe_offload: fingerprint of a key"
 _OFF_LOOP_BYTES: Final = 512 << 10
 """From here on a digest takes longer than the way to another thread and back."""
 _NUM_THREADS: Final = 2
-_MAKE_ONE: Final = (
-    "create one with `openssl rand -hex 32`, and give the same file to all engines that share"
-)
 
 
 class Digest(Protocol):
@@ -70,7 +60,7 @@ class Seal:
     """Makes and checks headers, with the digest of the bytes; any thread may use it.
 
     Args:
-        key: KEY_BYTES_MIN random bytes or more; none if empty.
+        key: random bytes (keys.py); none if empty.
 
     Attributes:
         facts: added to those of a namespace. They reveal no more of the key than any object.
@@ -187,51 +177,6 @@ def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:
     """Return the seal with the key that facts name: PLAIN, one of `seals`, or None."""
     found = facts.get(FACT)
     return next((each for each in (PLAIN, *seals) if each.facts.get(FACT) == found), None)
-
-
-def open_seal(path: str | None) -> Seal:
-    """Return the seal with the key in a file, in hexadecimal digits or as it is; PLAIN without one.
-
-    Whitespace around text is not part of the key.
-
-    Raises:
-        ConfigError: there is no key in the file, or one that can be guessed.
-    """
-    return PLAIN if path is None else Seal(_read_key(path))
-
-
-def _read_key(path: str) -> bytes:
-    try:
-        content, mode = read_file(path, _KEY_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(
-            f'the key in "hmac_key_file", {secret_file(path)}, cannot be read: {error.strerror}. '
-            f"Fix: name a file that vLLM's user can read; {_MAKE_ONE}."
-        ) from None
-    key = content.strip() if content.isascii() else content
-    with contextlib.suppress(ValueError):  # else it is the key itself
-        key = bytes.fromhex(key.decode())
-    problem = _problem_of_key(key, len(content))
-    if problem:
-        raise ConfigError(f'the key in "hmac_key_file", {path}, {problem}. Fix: {_MAKE_ONE}.')
-    if mode & stat.S_IRWXO:
-        logger.warning(
-            "The key in %s can be read by every user of this machine (mode %04o): anyone with the "
-            "key can forge objects. Set its mode to 0400, or 0440 in a Kubernetes secret "
-            "(defaultMode).",
-            *(path, stat.S_IMODE(mode)),
-        )
-    return key
-
-
-def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
-    if num_content_bytes > _KEY_FILE_BYTES_MAX:
-        return f"is longer than {_KEY_FILE_BYTES_MAX} bytes"
-    if len(key) < KEY_BYTES_MIN:
-        return f"has {len(key)} bytes; expected at least {KEY_BYTES_MIN} random ones"
-    if len(set(key)) < _DISTINCT_MIN:
-        return f"is not random: it has {len(set(key))} different bytes"
-    return ""
 
 
 @functools.cache
