@@ -156,12 +156,27 @@ def _documents(seed: int, share: int) -> _Made:
     return (num_blocks, num_blocks * 2), num_documents * 50, num_users, tuple(users)
 
 
+def _churn(seed: int, share: int) -> _Made:
+    """Short prompts and answers in a pool for half of those that run: preemptions, many ends."""
+    users = []
+    for index in range(128 // share):
+        draw = _Draw(seed, "churn", index)
+        turns = tuple(
+            Turn(draw.tokens(draw.number(16, 200)), draw.number(8, 120), continues=False)
+            for _ in range(10)
+        )
+        users.append(User(f"caller{index}", index // 16, draw.number(0, 4), turns))
+    num_blocks = max(500 // share, 125)
+    return (num_blocks, num_blocks * 2), 4000 // share, max(96 // share, 16), tuple(users)
+
+
 TRACES: dict[str, Callable[[int, int], _Made]] = {
     "chats": _chats,
     "turns": _turns,
     "long": _long,
     "pressure": _pressure,
     "documents": _documents,
+    "churn": _churn,
 }
 """How each trace is made, from the seed and from how many times smaller it is."""
 STEP_TOKENS = {"documents": 2048}

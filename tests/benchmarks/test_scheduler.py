@@ -31,16 +31,19 @@ INSTRUCTIONS_MAX = {
     ("ours-eager", "simple-eager", "long"): 0.16,
     ("ours-eager", "simple-eager", "pressure"): 0.27,
     ("ours-eager", "simple-eager", "documents"): 0.28,
+    ("ours-eager", "simple-eager", "churn"): 0.44,
     ("ours-eager", "offloading", "chats"): 0.28,
     ("ours-eager", "offloading", "turns"): 0.26,
     ("ours-eager", "offloading", "long"): 0.12,
     ("ours-eager", "offloading", "pressure"): 0.32,
     ("ours-eager", "offloading", "documents"): 0.21,
+    ("ours-eager", "offloading", "churn"): 0.36,
     ("ours-lazy", "simple-lazy", "chats"): 0.36,
     ("ours-lazy", "simple-lazy", "turns"): 0.45,
     ("ours-lazy", "simple-lazy", "long"): 0.45,
     ("ours-lazy", "simple-lazy", "pressure"): 0.38,
     ("ours-lazy", "simple-lazy", "documents"): 0.44,
+    ("ours-lazy", "simple-lazy", "churn"): 0.60,
 }
 """What ours may execute at most, as a multiple of what the other does: a tenth more than now."""
 
