@@ -1,9 +1,7 @@
 """The object store tier on a real server: the contract, and what a server can do to it."""
 
-import asyncio
 import itertools
 from asyncio import DefaultEventLoopPolicy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from safe_offload.tiers.store import Store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
     FACTS,
-    PATIENCE_S,
     SPACE,
     TierContract,
     bytes_of,
@@ -92,23 +89,6 @@ def log_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "Tier s3" in record.getMessage()]
 
 
-async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
-    server, config, monkeypatch, caplog
-):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
-    tier, names = tier_at(config), [name_of(number) for number in range(5)]
-    slots = [filled((4096,))] * 5
-    assert await tier.spill(names, slots) == [Result.REFUSED] * 5
-    assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.FAILED] * 5
-    with pytest.raises(OSError, match="access denied"):
-        await tier.probe(names)
-    lines = log_of(caplog)
-    assert len(lines) == 3, "one each for writing, reading and asking"
-    assert "failed to write: access denied" in lines[0]
-    assert "SignatureDoesNotMatch). Fix: allow reads, writes and deletes" in lines[0]
-    assert not [secret for secret in ("wrong-secret", server.access_key) if secret in caplog.text]
-
-
 async def test_who_may_only_read_reads(server, config, monkeypatch, caplog):
     name, source, target = name_of(1), filled((4096,)), slot_of((4096,))
     await spill_one(tier_at(config), name, source)
@@ -144,57 +124,6 @@ async def test_a_namespace_is_described_once(config):
     await spill_one(tier, name_of(2), filled((4096,)))
     with pytest.raises(FileNotFoundError):
         store.head(path)
-
-
-async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(server, config):
-    patient = tier_at(replace(config, timeout_s=60.0))
-    config = replace(config, timeout_s=0.3)
-    guarded = GuardedTier(tier_at(config), config, lambda generation: SPACE, slot_bytes=4096)
-    names = [name_of(number) for number in range(100)]
-    slots = [filled((4096,), number) for number in range(100)]
-    spilled = await patient.spill(names[:20], slots[:20])
-    assert spilled == [Result.DONE] * 20
-    server.suspend()
-    try:
-        for call in (guarded.fetch, guarded.spill):
-            targets = [slot_of((4096,)) for _ in names]
-            results = await asyncio.wait_for(call(names, targets), PATIENCE_S)
-            assert results is not None
-            assert set(results) <= {Result.FAILED, Result.CANCELLED}
-            assert guarded.num_running == 0
-            assert not any(map(any, map(bytes_of, targets)))
-        asked = [name_of(number, space=bytes(16)) for number in range(100)]
-        assert await asyncio.wait_for(guarded.probe(asked), PATIENCE_S) is None
-    finally:
-        server.resume()
-    async with asyncio.timeout(PATIENCE_S):
-        while await guarded.fetch(names[:1], targets[:1]) != [Result.DONE]:  # noqa: ASYNC110 of a server
-            await asyncio.sleep(0.1)
-    assert bytes_of(targets[0]) == bytes_of(slots[0])
-    await guarded.close()
-    await patient.close()
-
-
-async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(server, config):
-    """The last test of this module: the server is started again for none."""
-    tier, names = tier_at(config), [name_of(number) for number in range(40)]
-    sources = [filled((1 << 20,), number) for number in range(40)]
-    assert set(await tier.spill(names, sources)) == {Result.DONE}
-    targets = [slot_of((1 << 20,)) for _ in names]
-    fetching = asyncio.ensure_future(tier.fetch(names, targets))
-    async with asyncio.timeout(PATIENCE_S):
-        while not any(target[0][-1] for target in targets):  # noqa: ASYNC110 - until some have come
-            await asyncio.sleep(0)
-    server.kill()
-    results = await asyncio.wait_for(fetching, PATIENCE_S)
-    assert set(results) <= {Result.DONE, Result.FAILED}
-    assert Result.DONE in results
-    for result, source, target in zip(results, sources, targets, strict=True):
-        assert result is not Result.DONE or bytes_of(target) == bytes_of(source)
-    assert await spill_one(tier, name_of(99), sources[0]) is Result.FAILED
-    with pytest.raises(OSError, match="the request failed"):
-        await tier.probe([name_of(99)])
-    await tier.close()
 
 
 async def test_of_many_generations_the_namespaces_of_the_last_are_remembered(config):

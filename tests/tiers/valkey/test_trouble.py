@@ -1,7 +1,6 @@
 """What a Valkey or Redis server can do to its tier: refuse, fill up, hang, die, move keys."""
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -57,17 +56,6 @@ def set_user(server: Server, rights: str) -> None:
 
 
 # ---- who may log in -----------------------------------------------------------------------------
-
-
-async def test_a_wrong_password_says_so_and_is_never_shown(server, make, caplog):
-    set_user(server, "kv on >another +@all ~*")
-    caplog.set_level(logging.DEBUG)
-    tier = make(f"redis://kv:{SECRET}@{server.host_port}")
-    reason = await reason_of(tier)
-    assert "rejected the user or the password (WRONGPASS)" in reason
-    assert await spill_one(tier, name_of(1), filled((512,))) is Result.FAILED
-    assert '"password_file"' in caplog.text
-    assert SECRET not in caplog.text + reason + tier.label + repr(tier)
 
 
 async def test_a_server_that_wants_a_password_says_so(server, make):
@@ -208,20 +196,6 @@ async def test_with_tls_both_sides_show_a_certificate_or_say_why_not(
 # ---- what the server keeps ----------------------------------------------------------------------
 
 
-async def test_a_server_that_is_full_says_so_and_goes_on_serving(server, make, caplog):
-    tier = make(f"redis://{server.host_port}")
-    await spill_one(tier, name_of(0), filled((512,), 1))
-    with server.client() as client:
-        client.config_set("maxmemory-policy", "noeviction")
-        client.config_set("maxmemory", 8 * MIB)
-    names, slots = names_of(20), [filled((MIB,))] * 20
-    results = await tier.spill(names[1:], slots[1:])
-    assert set(results) == {Result.DONE, Result.FULL}
-    assert "set its maxmemory-policy to allkeys-lru" in caplog.text
-    assert await tier.probe(names[1:]) == [result is Result.DONE for result in results]
-    assert await fetch_one(tier, name_of(0), slot_of((512,))) is Result.DONE
-
-
 async def test_the_time_of_an_object_begins_again_when_it_is_used(server, make):
     tier, names, slots = make(f"redis://{server.host_port}", ttl_s=60.0), names_of(3), slots_of(3)
     keys = [key_of(name) for name in names]
@@ -300,43 +274,6 @@ def guarded_tier_of(tier: SealedTier, url: str, **values: Any) -> GuardedTier:
         slot_bytes=4096,
         chance=lambda: 0.5,
     )
-
-
-async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(server, make):
-    url = f"redis://{server.host_port}"
-    tier = make(url)
-    guarded, names, slots = guarded_tier_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
-    assert await tier.spill(names, slots) == [Result.DONE] * 8
-    server.stop()
-    try:
-        calls = [guarded.fetch(names, slots), guarded.spill(names_of(16)[8:], slots_of(8, MIB))]
-        async with asyncio.timeout(PATIENCE_S):
-            assert await guarded.probe(names) is None
-            for results in await asyncio.gather(*calls):
-                assert results is not None
-                assert Result.DONE not in results
-        assert guarded.num_running == 0
-    finally:
-        server.go_on()
-    assert await tier.fetch(names, slots) == [Result.DONE] * 8, "it goes on with new connections"
-
-
-async def test_a_server_that_is_killed_while_it_sends(make, tmp_path):
-    names, sources, targets = names_of(32), [filled((4 * MIB,), 1)] * 32, slots_of(32, 4 * MIB)
-    with Server(tmp_path) as server:
-        tier = make(f"redis://{server.host_port}")
-        assert set(await tier.spill(names, sources)) == {Result.DONE}
-        reading = asyncio.ensure_future(tier.fetch(names, targets))
-        writing = asyncio.ensure_future(tier.spill(names_of(64)[32:], sources))
-        await until(lambda: any(target[0][MIB] for target in targets))
-        server.kill()
-        async with asyncio.timeout(PATIENCE_S):
-            assert Result.FAILED in await reading
-            assert Result.FAILED in await writing
-        assert "cannot connect" in await reason_of(tier)
-        server.start()
-        assert await tier.probe(names) == [False] * 32
-        assert await tier.spill(names, sources) == [Result.DONE] * 32
 
 
 async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make, tmp_path):
