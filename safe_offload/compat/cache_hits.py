@@ -47,6 +47,12 @@ def make_coordinator(
     return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})
 
 
+def uses_drafter(vllm_config: VllmConfig) -> bool:
+    """Return whether drafts come from the model's states: EAGLE, MTP and the like."""
+    use_eagle = getattr(vllm_config.speculative_config, "use_eagle", None)
+    return use_eagle is not None and bool(use_eagle())
+
+
 def _drops_eagle_block(speculative_config: Any) -> bool:
     for name in ("use_eagle_block_drop", "use_eagle"):
         method = getattr(speculative_config, name, None)

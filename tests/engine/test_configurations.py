@@ -31,6 +31,15 @@ def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(model, 
     ours.check_well()
 
 
+def test_a_prompt_of_whole_blocks_comes_back_but_for_its_last_token(model, tmp_path):
+    how = {"num_prompt_tokens": 1024}
+    jobs = make_job(model("llama"), **how), make_job(model("llama"), connector(), **how)
+    plain, ours = run(tmp_path, *jobs)
+    assert ours.tokens == plain.tokens
+    ours.check_second_round_hits(1023)
+    ours.check_well()
+
+
 @pytest.mark.nightly
 def test_in_lazy_mode_prompts_come_back_from_the_host(model, plain_llama, tmp_path):
     """Only what vLLM evicts is stored, and none of that is lost."""

@@ -53,6 +53,46 @@ def test_matching_twice_is_the_same_as_once(make_rig):
     assert rig.planner.gauges()["leased_slots"] == 0
 
 
+# ---- a prompt of whole blocks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [{}, {"is_async": True, "num_draft_tokens": 2}])
+@pytest.mark.parametrize("num_gpu", [0, 20, 32])
+def test_only_the_last_token_of_a_whole_prompt_is_computed(make_rig, num_gpu, shape):
+    rig = make_rig(num_blocks=60, num_slots=200, **shape)
+    a = rig.warm(40)
+    rig.run_alone("gpu", a[: num_gpu + 1], max_tokens=1)
+    before = dict(rig.counts)
+    rig.add("a2", a, max_tokens=4)
+    (load,) = rig.planned_step().loads
+    last, batch = rig.pool.blocks[load.block_ids[-1]], None
+    while batch is None or not batch.works:
+        assert last.block_hash is None, "it is written, so none may read it"
+        batch = rig.step()
+    assert last.block_hash is not None
+    assert batch.works[0].start == 39
+    rig.finish(a2=4)
+    assert rig.counts["hit_tokens"] - before.get("hit_tokens", 0) == 39 - num_gpu
+    assert rig.counts["stored_blocks"] == before["stored_blocks"], "the host has the last block"
+
+
+def test_the_last_block_of_a_whole_prompt_is_not_loaded_alone(make_rig):
+    rig = make_rig(num_blocks=60)
+    a = rig.warm(40)
+    assert rig.run_alone("gpu", a[:37]) == 36
+    assert rig.run_alone("a2", a) == 0
+    rig.check_idle()
+
+
+def test_a_failed_load_of_a_whole_prompt_is_recomputed(make_rig):
+    rig = make_rig(num_blocks=60)
+    a = rig.warm(40)
+    rig.fail_copies()
+    assert rig.run_alone("a2", a) == 39
+    assert num_failed(rig.counts, "load") == 1
+    rig.check_idle()
+
+
 # ---- I2: no block is held for us ---------------------------------------------------------------
 
 

@@ -238,6 +238,8 @@ class HostHits:
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
+        takes_last_block = self._is_plain and not cache_hits.uses_drafter(vllm_config)
+        self._overhang = int(takes_last_block)  # tokens of the last block behind the hit
         self._reads_ends = cache_hits.reads_ends(self._coordinator)
         self._skips: list[tuple[int, Callable[[int], int] | None]] = []
         """Of each group, how many tokens those after so many skip; None: none. Empty: see vLLM."""
@@ -270,6 +272,13 @@ class HostHits:
     ) -> tuple[Hit | None, int]:
         """Return the result of `find_hit`, and the token up to which the host has full attention:
         prompts diverged there. 0 if that is not beyond the hit.
+
+        Where full attention is all there is, a hit that ends one token before the end of a block
+        takes that block, too: so a prompt of whole blocks computes its last token only. vLLM hashes
+        that block in the step that computes the token, so no other request reads it before, and
+        nothing is written to a hashed block. (vLLM's own cache and LMCache's connector end hits at
+        the same two places.) Drafters have KV cache of their own, which depends on the next token.
+        And the last block alone is computed: that takes no longer than its load.
         """
         if num_computed_tokens % self._alignment_tokens:
             return None, 0
@@ -278,10 +287,14 @@ class HostHits:
         first = num_computed_tokens // size
         slots_by_group: tuple[list[int], ...]
         if self._is_plain:
-            slots = self.directory.find_run(0, block_hashes[first : end_max // size])
+            end = end_max // size
+            if end > first:
+                end = (end_max + self._overhang) // size
+            slots = self.directory.find_run(0, block_hashes[first:end])
             if not slots:
                 return None, 0
-            slots_by_group, num_tokens = (slots,), len(slots) * size
+            num_tokens = min(len(slots) * size, end_max - num_computed_tokens)
+            slots_by_group = (slots,)
         else:
             remaining, num_tokens_max = block_hashes[first:], end_max - num_computed_tokens
             if not remaining or num_tokens_max <= 0:
@@ -379,13 +392,13 @@ class HostHits:
         directory = self.directory
         if num_forgets != directory.num_forgets:
             return False  # a slot of a hit can be forgotten although it is leased
-        if version == directory.version:
+        end = hit.num_computed_tokens + hit.num_tokens
+        if version == directory.version or end == end_max:
             return True
         group_idx, block_size = self.full_group, self._hash_block_size
-        end = hit.num_computed_tokens + hit.num_tokens
         if group_idx is None or end % block_size:
             return False
-        if end + block_size > end_max or end // block_size >= len(block_hashes):
+        if end + block_size > end_max + self._overhang or end // block_size >= len(block_hashes):
             return True
         return directory.find(group_idx, block_hashes[end // block_size]) is None
 

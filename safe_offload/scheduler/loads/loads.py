@@ -149,7 +149,8 @@ class Loads:
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
-            num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
+            limit = num_computed_tokens + state.limits.load_tokens
+            num_tokens_max = min(num_tokens_max, limit - limit % self._geometry.hash_block_size)
         hashes, hit = request.block_hashes, progress.hit
         wanted = hashes, num_computed_tokens, num_tokens_max
         if hit is not None and not self._hits.is_still_longest(

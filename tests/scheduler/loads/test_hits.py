@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.config import SpeculativeConfig
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
@@ -32,7 +33,7 @@ class Rules(NamedTuple):
     coordinator: Any
 
 
-def rules_of(*groups: str, slots: SlotPool) -> Rules:
+def rules_of(*groups: str, slots: SlotPool, **shape: Any) -> Rules:
     """The rules of a model with these groups, over some slots."""
     made: list[Any] = []
     make_coordinator = cache_hits.make_coordinator
@@ -41,10 +42,10 @@ def rules_of(*groups: str, slots: SlotPool) -> Rules:
         made.append(make_coordinator(*args))
         return made[0]
 
-    shape = EngineShape(groups=groups)
+    engine = EngineShape(groups=groups, **shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_hits, "make_coordinator", make)
-        hits = HostHits(make_config(shape), make_kv_cache_config(shape), slots)
+        hits = HostHits(make_config(engine), make_kv_cache_config(engine), slots)
     return Rules(hits, made[0])
 
 
@@ -54,8 +55,8 @@ def slots_of(num_groups: int, num_slots: int = 40) -> SlotPool:
     return slots
 
 
-def hits_of(*groups: str, num_slots: int = 40) -> HostHits:
-    return rules_of(*groups, slots=slots_of(len(groups), num_slots)).hits
+def hits_of(*groups: str, num_slots: int = 40, **shape: Any) -> HostHits:
+    return rules_of(*groups, slots=slots_of(len(groups), num_slots), **shape).hits
 
 
 def hashes_of(num_blocks: int = NUM_BLOCKS) -> list[bytes]:
@@ -113,11 +114,17 @@ def test_the_plain_rule_finds_what_the_coordinator_finds(
     unfinished = store(hits, 0, [hashes[n] for n in sorted(storing - kept)])
     if is_aligned:
         num_computed_tokens -= num_computed_tokens % BLOCK_TOKENS
-    wanted = hashes[:num_hashes], num_computed_tokens, end_max
     assert PLAIN.geometry.is_plain
     assert not BY_COORDINATOR.geometry.is_plain
     assert PLAIN.geometry.hash_block_size == BLOCK_TOKENS
-    assert found(PLAIN.find_hit(*wanted)) == found(BY_COORDINATOR.find_hit(*wanted))
+    ours = found(PLAIN.find_hit(hashes[:num_hashes], num_computed_tokens, end_max))
+    is_more = end_max - num_computed_tokens >= BLOCK_TOKENS
+    wanted = hashes[:num_hashes], num_computed_tokens, end_max + is_more
+    theirs = found(BY_COORDINATOR.find_hit(*wanted))
+    if theirs is not None:
+        slots, num_tokens, _ = theirs
+        theirs = slots, min(num_tokens, end_max - num_computed_tokens), num_computed_tokens
+    assert ours == theirs
     hits.slots.forget(unfinished)
     hits.slots.release(unfinished)
 
@@ -134,9 +141,29 @@ def test_a_hit_behind_what_the_gpu_has_starts_there():
     slots = fill(hits, 0, hashes[2:6])
     assert hits.find_hit(hashes, 0, 99) is None
     assert found(hits.find_hit(hashes, 8, 99)) == ([slots], 16, 8)
-    assert found(hits.find_hit(hashes, 16, 23)) == ([slots[2:3]], 4, 16)
-    assert hits.find_hit(hashes, 16, 19) is None, "not a whole block"
+    assert found(hits.find_hit(hashes, 16, 22)) == ([slots[2:3]], 4, 16)
+    assert hits.find_hit(hashes, 16, 18) is None, "not a whole block"
     assert hits.find_hit(hashes, 9, 99) is None, "inside of a block"
+
+
+def test_a_hit_takes_the_last_block_of_a_prompt_but_for_its_last_token():
+    hits, hashes = hits_of("full"), hashes_of()
+    slots = fill(hits, 0, hashes[2:6])
+    assert found(hits.find_hit(hashes, 8, 23)) == ([slots], 15, 8)
+    assert found(hits.find_hit(hashes[:5], 8, 19)) == ([slots[:3]], 11, 8)
+    assert hits.find_hit(hashes, 16, 19) is None, "that block alone is computed"
+    hits.slots.forget(slots[3:])
+    assert found(hits.find_hit(hashes, 8, 23)) == ([slots[:3]], 12, 8)
+
+
+@pytest.mark.parametrize("drops_block", [False, True])
+def test_with_a_drafter_all_tokens_of_the_last_block_are_computed(monkeypatch, drops_block):
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda self: True)
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle_block_drop", lambda self: drops_block)
+    hits, hashes = hits_of("full", num_draft_tokens=2), hashes_of()
+    slots = fill(hits, 0, hashes[:4])
+    num_blocks = 3 - drops_block
+    assert found(hits.find_hit(hashes, 0, 15)) == ([slots[:num_blocks]], 4 * num_blocks, 0)
 
 
 def test_a_window_needs_only_its_last_blocks():
@@ -495,7 +522,7 @@ def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end():
     fill(hits, 0, hashes[:5])
     hit = hits.find_hit(hashes[:3], 0, 11)
     assert hit is not None
-    assert hit.num_tokens == 8
+    assert hit.num_tokens == 11
     hits.slots.lease(hit.slots())
     assert hits.is_still_longest(hit, hashes[:3], 0, 11)
     assert not hits.is_still_longest(hit, hashes[:3], 0, 12)

@@ -61,7 +61,7 @@ class HitChecker:
             raise Finding("I1", f"match answers {(num_tokens, is_async)}")
         if num_tokens is None:  # see `WaitChecker`
             return None, False
-        if not 0 <= num_tokens <= request.num_tokens - num_computed_tokens:
+        if not 0 <= num_tokens < request.num_tokens - num_computed_tokens:
             raise Finding("I1", f"a hit of {num_tokens} tokens behind {num_computed_tokens}")
         if self._found is not None:
             self._last_found[request.request_id] = set(self._found.slots())
