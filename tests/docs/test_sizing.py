@@ -89,3 +89,19 @@ def test_the_worked_answer_is_right():
     extra = json.loads(written)["kv_connector_extra_config"]
     assert OffloadConfig.from_extra_config(extra, world_size=1).cpu_bytes_per_rank == pool_bytes
     assert f"{pool_bytes / 0.95 / GIB:.0f} GiB" in PAGE, "with the share that stays free"
+
+
+def test_which_tier_pays_follows_from_its_formula():
+    page = (GUIDES / "fleets.md").read_text()
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.split("## Which tier pays?")[1].split("##")[0].splitlines()
+        if line.startswith("|")
+    )
+    rates = [float(column.rpartition(", ")[2]) for column in head[4:]]
+    assert len(rows) == 6
+    for model, tokens_per_s, kib, needed, *cells in rows:
+        needed_gb = float(tokens_per_s.replace(",", "")) * float(kib) * KIB / 1e9
+        assert float(needed) == pytest.approx(needed_gb, abs=0.05), model
+        gains = [f"{rate / needed_gb:.1f}" if rate > needed_gb else "-" for rate in rates]
+        assert cells == gains, model
