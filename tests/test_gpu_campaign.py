@@ -8,8 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from io import BufferedWriter
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from vllm.engine.arg_utils import EngineArgs
 
 from safe_offload.commands.bench.engine import BenchOptions
 from safe_offload.commands.doctor.vllm_facts import MARK
+from tests import stopping
 from tests.benchmarks import __main__ as benchmarks
 from tests.gpu import campaign, shapes
-from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, read_end
+from tests.gpu.campaign import STOP_S, ask_torch, read_log
 from tests.gpu.steps import (
     BUDGET_S,
     FIGURES,
@@ -31,10 +31,6 @@ from tests.gpu.steps import (
     first_steps,
     make_steps,
 )
-from tests.worker.waiting import wait_until
-
-GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="", num_gpus=1)
-HANGING_S = 0.01
 
 TESTS = """
 import pytest
@@ -48,47 +44,26 @@ def test_left_out(): pass
 """
 
 
-class Budget:
-    """Has some seconds left whenever it is asked."""
-
-    def __init__(self, *left_s: float) -> None:
-        self.lefts_s = list(left_s)
-
-    def left_s(self) -> float:
-        return STOP_S + (self.lefts_s.pop(0) if len(self.lefts_s) > 1 else self.lefts_s[0])
-
-
-def python(name: str, code: str, estimate_s: float = 1.0, **options: Any) -> Step:
+def python(name: str, code: str, estimate_s: float = 0.0, **options: Any) -> Step:
     """A step that is a piece of Python."""
     return Step(name, estimate_s, (sys.executable, "-c", code), **options)
 
 
 def verdicts_of(
-    steps: list[Step], folder: Path, *left_s: float, facts: Facts = GPU, small: bool = False
+    steps: list[Step],
+    folder: Path,
+    left_s: float = 600.0,
+    num_gpus: int = 1,
+    *,
+    small: bool = False,
 ) -> dict[str, str]:
     """Run steps; returns what became of them."""
-    results = Results(folder)
-    budget: Any = Budget(*(left_s or (600.0,)))
-    campaign.run(steps, facts, results, budget, lambda line: None, small=small)
-    return {step.name: results.read(step).verdict for step in steps}
+    campaign.run(steps, folder, time.monotonic() + STOP_S + left_s, num_gpus, small=small)
+    return {step.name: campaign.verdict_of(folder, step) for step in steps}
 
 
-class SlowToHang(subprocess.Popen[bytes]):
-    """Its time is not up before the last word of its command is in its log."""
-
-    def __init__(self, command: Sequence[str], *, stdout: BufferedWriter, **options: Any) -> None:
-        super().__init__(command, stdout=stdout, **options)
-        self.log = Path(stdout.name)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if timeout is not None and timeout < 2 * HANGING_S:
-            wait_until(lambda: "so far" in self.log.read_text())
-        return super().wait(timeout)
-
-
-@pytest.fixture
-def slow_to_hang(monkeypatch):
-    monkeypatch.setattr(campaign.subprocess, "Popen", SlowToHang)
+def report_of(steps: list[Step], folder: Path) -> str:
+    return campaign.render(steps, folder, {"Commit": "abc1234"})
 
 
 def test_every_step_runs_whatever_became_of_the_ones_before(tmp_path):
@@ -96,32 +71,31 @@ def test_every_step_runs_whatever_became_of_the_ones_before(tmp_path):
         python("good", "print('all is well')"),
         python("bad", "import sys; print('the reason'); sys.exit(3)"),
         python("dead", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
-        Step("missing", 1.0, ("/nowhere/python",)),
-        python("last", f"print(open({str(tmp_path / campaign.REPORT)!r}).read())"),
+        Step("missing", 0.0, ("/nowhere/python",)),
+        python("long", "pass", estimate_s=1000.0),
+        python("two", "pass", num_gpus=2),
+        python("agents", "pass", lacks="no traces here"),
+        python("last", "pass"),
     ]
     assert list(verdicts_of(steps, tmp_path).values()) == [
         "passed",
         "FAILED (exit status 3)",
-        "FAILED (ended by SIGSEGV)",
+        "FAILED (SIGSEGV)",
         "FAILED (could not be started: [Errno 2] No such file or directory: '/nowhere/python')",
+        *["not run yet"] * 3,
         "passed",
     ]
-    text = (tmp_path / campaign.REPORT).read_text()
-    assert "2 of 5 steps passed" in text
-    for words in ("the reason", "exit status 3", "abc1234"):
+    text = report_of(steps, tmp_path)
+    assert "2 of 8 steps passed" in text
+    for words in ("the reason", "exit status 3", "abc1234", "| long | not run yet |"):
         assert words in text
-    assert "| last | not run yet |" in (tmp_path / "last" / campaign.LOG).read_text()
+    (tmp_path / "good" / campaign.LOG).write_text("")
+    found = verdicts_of(steps, tmp_path, 2000.0, num_gpus=2)
+    assert (found["long"], found["two"], found["agents"]) == ("passed", "passed", "not run yet")
+    assert not (tmp_path / "good" / campaign.LOG).read_text(), "it is not run again"
 
 
-def test_what_does_not_fit_waits_for_the_next_time(tmp_path):
-    steps = [python("long", "pass", estimate_s=100.0), python("short", "pass", estimate_s=5.0)]
-    assert verdicts_of(steps, tmp_path, 90.0) == {"long": "not run yet", "short": "passed"}
-    before = (tmp_path / "short" / campaign.RESULT).read_bytes()
-    assert verdicts_of(steps, tmp_path, 110.0) == {"long": "passed", "short": "passed"}
-    assert (tmp_path / "short" / campaign.RESULT).read_bytes() == before, "it is not run again"
-
-
-def test_what_was_cut_off_comes_after_the_others_and_not_more_than_twice(tmp_path, slow_to_hang):
+def test_what_a_step_that_is_cut_off_has_started_ends_and_it_is_run_again(tmp_path):
     """Engines run in a session of their own, and some do not listen."""
     grandchild = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     grandchild += "print('grandchild', __import__('os').getpid(), flush=True); time.sleep(1000)"
@@ -130,43 +104,11 @@ def test_what_was_cut_off_comes_after_the_others_and_not_more_than_twice(tmp_pat
     child += "start_new_session=True, stdout=subprocess.PIPE, text=True)\n"
     child += "try:\n    print(started.stdout.readline(), 'so far', flush=True)\n"
     child += "    time.sleep(1000)\nfinally:\n    print('engines are down')"
-    steps = [python("hanging", child, 0.0), python("next", "pass", 0.0)]
-    cut_off = "cut off (did not end within 0 s)"
-    assert verdicts_of(steps, tmp_path, HANGING_S, -1.0) == {
-        "hanging": cut_off,
-        "next": "not run yet",
-    }
-    log = tmp_path / "hanging" / campaign.LOG
-    assert "engines are down" in log.read_text(), "it was asked to end first"
-    pid = int(re.search(r"grandchild (\d+)", log.read_text()).group(1))
-    wait_until(lambda: campaign.start_time_of(pid) is None)
-    assert verdicts_of(steps, tmp_path, 600.0, HANGING_S) == {"hanging": cut_off, "next": "passed"}
-    log.write_text("")
-    verdicts_of(steps, tmp_path)
-    assert log.read_text() == "", "not a third time"
-
-
-def test_a_machine_that_goes_in_the_middle_of_a_step_leaves_a_folder_that_can_be_used(tmp_path):
-    """And if only the campaign was killed, its step does not go on beside the next one."""
-    script = f"""
-import os, sys
-from pathlib import Path
-from tests import test_gpu_campaign as here
-steps = [here.python("first", "pass"), here.python("second", {KILLS!r})]
-here.verdicts_of(steps, Path(sys.argv[1]))
-"""
-    how: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], **how)
-    assert done.returncode == -9
-    pid = int((tmp_path / "second" / campaign.LOG).read_text().removeprefix("step "))
-    wait_until(lambda: campaign.start_time_of(pid) is None)
-    steps = [python("first", "raise SystemExit(1)"), python("second", "pass")]
-    assert Results(tmp_path).read(steps[1]).verdict == "cut off (its machine went)"
-    assert verdicts_of(steps, tmp_path) == {"first": "passed", "second": "passed"}
-
-
-KILLS = "import os, signal, time; print('step', os.getpid(), flush=True);"
-KILLS += "os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)"
+    assert verdicts_of([python("hanging", child)], tmp_path, 5.0) == {"hanging": "not run yet"}
+    log = (tmp_path / "hanging" / campaign.LOG).read_text()
+    assert "engines are down" in log, "it was asked to end first"
+    assert not stopping.is_running(int(re.search(r"grandchild (\d+)", log).group(1)))
+    assert verdicts_of([python("hanging", "pass")], tmp_path) == {"hanging": "passed"}
 
 
 def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
@@ -182,33 +124,12 @@ def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
     ]
     verdicts = verdicts_of(steps, tmp_path / "results").values()
     assert [*verdicts] == ["FAILED (exit status 1)", "FAILED (every test was skipped)", "passed"]
-    text = (tmp_path / "results" / campaign.REPORT).read_text()
+    text = report_of(steps, tmp_path / "results")
     assert "1 failed, 1 passed, 1 skipped" in text
     assert "```text\na table\n```" in text
     assert "AssertionError: the answer" in text
     assert "no cupy here" in text
     assert "test_good PASSED" not in text
-
-
-def test_what_the_machine_lacks_is_left_out_and_the_report_says_so(tmp_path):
-    steps = [python("agents", "pass", lacks="no traces here"), python("one", "pass")]
-    assert verdicts_of(steps, tmp_path) == {"agents": "left out (no traces here)", "one": "passed"}
-    assert "| agents | left out (no traces here) |" in (tmp_path / campaign.REPORT).read_text()
-
-
-def test_steps_that_need_more_gpus_than_there_are_do_not_run(tmp_path):
-    steps = [python("two", "pass", num_gpus=2), python("one", "pass")]
-    two = "left out (needs 2 GPUs, found 1)"
-    assert verdicts_of(steps, tmp_path) == {"two": two, "one": "passed"}
-    more = Facts(GPU.rows, "", num_gpus=2)
-    assert verdicts_of(steps, tmp_path, facts=more) == {"two": "passed", "one": "passed"}
-
-
-def test_without_a_gpu_nothing_runs_and_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(campaign, "find_facts", lambda python: Facts({}, "No GPU: none"))
-    assert campaign.main(["--budget-s", "60", "--folder", str(tmp_path)]) == 1
-    assert capsys.readouterr().out == "No GPU: none. Nothing was run.\n"
-    assert not [*tmp_path.iterdir()]
 
 
 def test_every_file_with_tests_of_a_gpu_is_a_step_and_names_are_folders():
@@ -277,10 +198,8 @@ def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
 )
 def test_a_step_on_the_cpu(step, tmp_path):
     """All of them in one run: `make gpu-campaign SMALL=1`."""
-    facts = Facts({"GPU": "none"}, "No GPU: none")
-    found = verdicts_of([step], tmp_path, 3000.0, facts=facts, small=True)
-    assert found == {step.name: "passed"}, read_end(tmp_path / step.name / campaign.LOG)[-3000:]
-    assert f"## {step.name}" in (tmp_path / campaign.REPORT).read_text()
+    found = verdicts_of([step], tmp_path, 3000.0, num_gpus=0, small=True)
+    assert found == {step.name: "passed"}, read_log(tmp_path / step.name / campaign.LOG)[-3000:]
 
 
 def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
@@ -309,7 +228,7 @@ def test_figures_name_first_where_a_peer_is_ahead(tmp_path):
         "return-llama, own hit: SCO 1.2500 s, ours 2.5000 s",
         "return-llama-busy, hit: OC 1.2500 s, ours 1.5000 s",
     ]
-    text = campaign.render([], Results(tmp_path))
+    text = report_of([], tmp_path)
     assert "another connector is ahead: 2.\n- return-llama, own hit" in text
 
 
@@ -319,12 +238,12 @@ def test_figures_name_first_where_a_peer_is_ahead(tmp_path):
 def test_secrets_of_the_environment_and_the_home_folder_are_not_told(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("HOME", "/home/someone")
-    step, results = Step("step", 1.0, ("run",)), Results(tmp_path)
-    results.of(step).mkdir()
-    log = results.of(step) / campaign.LOG
-    log.write_text("\x1b[1;36mAuthorization: hf_abcdefgh, from /home/someone/.cache")
-    results.write(step, Result("step", "FAILED (x)", command=("run", "hf_abcdefgh"), text="text"))
-    text = campaign.render([step], results)
+    step = Step("step", 1.0, ("run", "hf_abcdefgh"))
+    (tmp_path / "step").mkdir()
+    log = "\x1b[1;36mAuthorization: hf_abcdefgh, from /home/someone/.cache"
+    (tmp_path / "step" / campaign.LOG).write_text(log)
+    (tmp_path / "step" / campaign.RESULT).write_text("FAILED (x)")
+    text = report_of([step], tmp_path)
     for hidden in ("abcdefgh", "someone", "\x1b"):
         assert hidden not in text
     assert "from ~/.cache" in text
@@ -350,11 +269,13 @@ def test_a_torch_that_is_missing_or_dies_or_hangs_is_no_gpu(code, words, monkeyp
 
 
 def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(campaign, "find_facts", lambda python: GPU)
-    for code, status in (("pass", 0), ("raise SystemExit(1)", 1)):
+    for gpus, code, status in ((["a"], "pass", 0), (["a"], "raise SystemExit(1)", 1), ([], "", 1)):
+        monkeypatch.setattr(campaign, "find_facts", lambda gpus=gpus: ({"GPU": str(gpus)}, gpus))
         monkeypatch.setattr(campaign, "make_steps", lambda *_, code=code: [python("step", code)])
-        folder = tmp_path / str(status)
+        folder = tmp_path / f"{len(gpus)}{status}"
         assert campaign.main(["--budget-s", "600", "--folder", str(folder)]) == status
-        path = Path(capsys.readouterr().out.splitlines()[-1])
-        assert path.is_relative_to(folder)
-        assert "# safe_offload on a GPU" in path.read_text()
+        last = capsys.readouterr().out.splitlines()[-1]
+        if gpus:
+            assert "# safe_offload on a GPU" in Path(last).read_text()
+        else:
+            assert (last, folder.exists()) == ("Nothing was run.", False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from examples.tiny_models import ModelKind
@@ -24,7 +25,6 @@ from tests.engine.engines import (
     tier_at,
 )
 from tests.engine.http_server import HttpServer
-from tests.gpu.campaign import descendants
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
@@ -157,7 +157,8 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
 
 def tier_processes(server: HttpServer) -> list[int]:
     """The processes of the server's tiers."""
-    each = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(server.group_id)}
+    started = psutil.Process(server.group_id).children(recursive=True)
+    each = {process.pid: Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in started}
     return [pid for pid, command in each.items() if command.startswith(b"safe-offload tier ")]
 
 

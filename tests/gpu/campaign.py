@@ -2,16 +2,14 @@
 
 Each step is a command in a process of its own. What fails, hangs or takes the GPU with it is noted
 and does not keep the others from running. None begins that does not fit into what is left of the
-budget. Results lie in a folder: called again, here or on another machine, the campaign goes on with
-what is missing, and writes one Markdown file of it all.
+budget. Results lie in a folder: called again, the campaign goes on with what is missing, and writes
+one Markdown file of it all.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import functools
 import json
 import os
 import re
@@ -21,10 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from safe_offload.commands.bench.report import describe_machine, table
 from tests.gpu.steps import (
@@ -38,26 +37,18 @@ from tests.gpu.steps import (
     more_steps,
 )
 
-REPORT, RESULT, LOG = "report.md", "result.json", "log.txt"
+REPORT, RESULT, LOG = "report.md", "result.txt", "log.txt"
 OURS, PEERS = "ours", ("SCO", "OC")
 AHEAD = 0.98
 """A peer's median below this share of ours is ahead; what is closer is noise."""
 PASSED = "passed"
-Say = Callable[[str], None]
 STOP_S = 15.0
 """How long a step that was interrupted may take to end its engines; kept free in the budget."""
-TRIES_MAX = 2
-"""Of a step that fails, or that is cut off."""
-POLL_S = 0.2
 PROBE_TIMEOUT_S = 120.0
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
-"""A step ends with the campaign. Source: Linux, prctl(2), sys/prctl.h."""
 REPORT_CHARS_MAX = 60_000
 """GitHub takes 65,536 characters as the text of an issue."""
 TAIL_CHARS_MAX = 4_000
 FENCE = "`" * 8
-READ_CHARS_MAX = 4 << 20
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SECRET_CHARS_MIN = 6
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -74,132 +65,82 @@ ASK_DRIVER = ("nvidia-smi", "--format=csv,noheader", "--query-gpu=name,driver_ve
               "pcie.link.gen.max,pcie.link.width.max,memory.used")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The machine and its software, by name; and why no GPU can be measured, "" if one can."""
-
-    rows: dict[str, str]
-    no_gpu: str
-    num_gpus: int = 0
-
-
-class Budget:
-    """What is left of some seconds, from now on."""
-
-    def __init__(self, budget_s: float) -> None:
-        self._end_s = time.monotonic() + budget_s
-
-    def left_s(self) -> float:
-        return self._end_s - time.monotonic()
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a step.
-
-    Attributes:
-        verdict: "passed", or why not.
-        text: what it printed for readers: its tables, or how many tests passed.
-        facts: of the machine that it ran on.
-    """
-
-    name: str
-    verdict: str
-    duration_s: float = 0.0
-    tries: int = 0
-    text: str = ""
-    command: tuple[str, ...] = ()
-    facts: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        return self.verdict == PASSED or self.tries >= TRIES_MAX
-
-
-class Results:
-    """The folder: for each step its result, its log and what else it left."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def of(self, step: Step) -> Path:
-        return self.folder / step.name
-
-    def read(self, step: Step) -> Result:
-        """Return the last result; one that was begun and has none was cut off."""
-        try:
-            read = json.loads((self.of(step) / RESULT).read_text())
-        except FileNotFoundError:
-            return Result(step.name, "not run yet")
-        return Result(**read)
-
-    def write(self, step: Step, result: Result) -> None:
-        """Write all of it or nothing: the machine may go at any moment."""
-        text = json.dumps(asdict(result), indent=1) + "\n"
-        self.of(step).mkdir(parents=True, exist_ok=True)
-        part = self.of(step) / f"{RESULT}.part"
-        part.write_text(text)
-        part.replace(self.of(step) / RESULT)
+def verdict_of(folder: Path, step: Step) -> str:
+    """Return what became of a step; one that was cut off has no result."""
+    try:
+        return (folder / step.name / RESULT).read_text()
+    except FileNotFoundError:
+        return "not run yet"
 
 
 def run(
-    steps: Sequence[Step], facts: Facts, results: Results, budget: Budget, say: Say, *, small: bool
+    steps: Sequence[Step], folder: Path, end_s: float, num_gpus: int, *, small: bool = False
 ) -> None:
-    """Run what is missing and fits, those first that were tried least; report after each."""
-    waiting = [step for step in steps if not results.read(step).is_over]
-    for step in [step for step in waiting if step.why_left_out(facts.num_gpus, small=small)]:
-        reason = f"left out ({step.why_left_out(facts.num_gpus, small=small)})"
-        say(f"{step.name}: {reason}")
-        if not results.read(step).tries:
-            results.write(step, replace(results.read(step), verdict=reason))
-        waiting.remove(step)
-    for step in sorted(waiting, key=lambda step: results.read(step).tries):
-        left_s = budget.left_s() - STOP_S
-        if step.estimate_s > left_s:
-            say(f"{step.name}: does not fit ({step.estimate_s:.0f} s, {left_s:.0f} s are left)")
+    """Run the steps that have no result and fit, and report after each.
+
+    `end_s`: when all of it ends, by the monotonic clock.
+    """
+    for step in steps:
+        left_s = end_s - time.monotonic() - STOP_S
+        reason = step.why_left_out(num_gpus, small=small)
+        if verdict_of(folder, step) != "not run yet":
             continue
-        say(f"{step.name} (about {step.estimate_s:.0f} s) ...")
-        result = run_step(step, facts, results, left_s, small=small)
-        say(f"{step.name}: {result.verdict}, {result.duration_s:.0f} s")
-        (results.folder / REPORT).write_text(render(steps, results), encoding="utf-8")
+        if reason or step.estimate_s > left_s:
+            print(f"{step.name}: left out ({reason or f'{left_s:.0f} s are left'})", flush=True)
+            continue
+        print(f"{step.name} (about {step.estimate_s:.0f} s) ...", flush=True)
+        print(f"{step.name}: {run_step(step, folder / step.name, left_s, small)}", flush=True)
 
 
-def run_step(
-    step: Step, facts: Facts, results: Results, timeout_s: float, *, small: bool
-) -> Result:
+def run_step(step: Step, folder: Path, timeout_s: float, small: bool) -> str:
     """Run one command, its output to the log; end it and what it started when its time is up."""
-    folder = results.of(step)
     folder.mkdir(parents=True, exist_ok=True)
-    words = step.small if small else step.command
-    command = tuple(word.replace("{folder}", str(folder)) for word in words)
-    tries = results.read(step).tries + 1
-    result = Result(step.name, "cut off (its machine went)", 0.0, tries, "", command, facts.rows)
-    results.write(step, result)
-    begin_s = time.monotonic()
-    log = folder / LOG
-    with log.open("wb") as output:
-        how: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": ROOT}
-        how |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
-        how |= {"preexec_fn": functools.partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)}
+    command = command_of(step, folder, small)
+    with (folder / LOG).open("wb") as log:
+        how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
         try:
-            with ended(subprocess.Popen(command, **how)) as process:
-                status = process.wait(timeout_s)
-            verdict = f"FAILED ({_describe(status)})" if status else PASSED
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **how)
         except OSError as error:
             verdict = f"FAILED (could not be started: {error})"
-        except subprocess.TimeoutExpired:
-            verdict = f"cut off (did not end within {timeout_s:.0f} s)"
-    if verdict == PASSED and "skipped" in (counts := counts_of(log)) and "passed" not in counts:
+        else:
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return f"cut off (did not end within {timeout_s:.0f} s)"
+            finally:
+                end(process)
+            name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            verdict = f"FAILED ({name})" if status else PASSED
+    counts = counts_of(folder / LOG)
+    if verdict == PASSED and "skipped" in counts and "passed" not in counts:
         verdict = "FAILED (every test was skipped)"
-    duration_s = time.monotonic() - begin_s
-    result = replace(result, verdict=verdict, duration_s=duration_s, text=text_of(folder))
-    results.write(step, result)
-    return result
+    (folder / RESULT).write_text(verdict)
+    return verdict
 
 
-def find_facts(python: str) -> Facts:
-    """Ask the system, and torch in a process of its own, which may hang or die over a driver."""
-    torch, no_gpu = ask_torch((python, "-c", ASK_TORCH))
+def command_of(step: Step, folder: Path, small: bool) -> tuple[str, ...]:
+    words = step.small if small else step.command
+    return tuple(word.replace("{folder}", str(folder)) for word in words)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a step, so that it ends its engines; then end by force whatever is left of it."""
+    if process.poll() is not None:
+        return
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.kill()
+    process.wait()
+
+
+def find_facts() -> tuple[dict[str, str], list[str]]:
+    """Return the machine and its software by name, and its GPUs."""
+    torch, no_gpu = ask_torch((sys.executable, "-c", ASK_TORCH))
     machine = describe_machine()
     rows = {
         "Commit": machine["commit"],
@@ -211,11 +152,14 @@ def find_facts(python: str) -> Facts:
         "CPU": f"{machine['cpu']}, {machine['cores']} cores",
         "System": f"{machine['system']}, Python {machine['python']}",
     }
-    return Facts(rows, no_gpu, len(torch.get("gpus", ())))
+    return rows, torch.get("gpus", [])
 
 
 def ask_torch(command: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return what torch knows, and why there is no GPU to use ("" if there is one)."""
+    """Return what torch knows, and why there is no GPU to use ("" if there is one).
+
+    In a process of its own, which may hang or die over a driver.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
@@ -227,60 +171,6 @@ def ask_torch(command: Sequence[str]) -> tuple[dict[str, Any], str]:
         return {}, f"No GPU can be used: torch does not answer ({last})"
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return found, "" if found["gpus"] else f"No GPU: torch {found['torch']} sees none"
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """End the process if the block does not end well."""
-    try:
-        yield process
-    except BaseException:
-        end(process)
-        raise
-
-
-def end(process: subprocess.Popen[bytes], patience_s: float = STOP_S) -> None:
-    """Interrupt a step, so that it ends its engines; then end by force whatever is left of it."""
-    started = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
-    deadline_s = time.monotonic() + patience_s
-    while process.poll() is None and time.monotonic() < deadline_s:
-        started |= descendants(process.pid)
-        time.sleep(POLL_S)
-    for pid, start_time in {process.pid: start_time_of(process.pid), **started}.items():
-        if start_time is not None and start_time_of(pid) == start_time:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    process.wait()
-
-
-def descendants(pid: int) -> dict[int, int | None]:
-    """Return the processes below one, each with its start, as ids are used again."""
-    found: dict[int, int | None] = {}
-    left = [pid]
-    while left:
-        for file in Path(f"/proc/{left.pop()}/task").glob("*/children"):
-            try:
-                children = [int(word) for word in file.read_text().split()]
-            except OSError:
-                continue
-            left += children
-            found |= {child: start_time_of(child) for child in children}
-    return found
-
-
-def start_time_of(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot; None if it has gone.
-
-    Source: proc_pid_stat(5), starttime, the twentieth after the name.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
 
 
 def list_steps(python: str) -> str:
@@ -297,29 +187,21 @@ def list_steps(python: str) -> str:
 # ---- the text ------------------------------------------------------------------------------------
 
 
-def render(steps: Sequence[Step], results: Results) -> str:
-    """Return the whole report: what ran where, the tables, and the ends of logs of what failed."""
-    found = [results.read(step) for step in steps]
-    machines = list({tuple(one.facts.items()): one.facts for one in found if one.facts}.values())
-    num_passed = sum(one.verdict == PASSED for one in found)
+def render(steps: Sequence[Step], folder: Path, facts: Mapping[str, str]) -> str:
+    """Return the whole report: the machine, the tables, and the ends of logs of what failed."""
+    verdicts = {step: verdict_of(folder, step) for step in steps}
+    num_passed = sum(verdict == PASSED for verdict in verdicts.values())
     lines = ["# safe_offload on a GPU", "", f"{num_passed} of {len(steps)} steps passed.", ""]
-    for number, facts in enumerate(machines, 1):
-        lines += [f"| machine {number} | |", "|---|---|"]
-        lines += [*(f"| {name} | {_cell(value)} |" for name, value in facts.items()), ""]
-    lines += ["| step | result | time | machine |", "|---|---|---|---|"]
-    for one in found:
-        place = str(machines.index(one.facts) + 1) if one.facts else ""
-        row = (one.name, one.verdict, f"{one.duration_s:.0f} s", place)
-        lines.append(f"| {' | '.join(map(_cell, row))} |")
-    ahead = [f"- {row}" for row in peers_ahead(read_figures(results.folder))]
+    rows = {"": "", "---": "---", **facts, **{step.name: v for step, v in verdicts.items()}}
+    lines += [f"| {name} | {' '.join(value.split())} |" for name, value in rows.items()]
+    ahead = [f"- {row}" for row in peers_ahead(read_figures(folder))]
     lines += ["", f"Rows in which another connector is ahead: {len(ahead)}.", *ahead]
-    for one in found:
-        if one.text:
-            command = shlex.join(one.command).replace(str(results.folder), "FOLDER")
-            lines += ["", f"## {one.name}", "", f"    {command}", "", f"```text\n{one.text}\n```"]
-    for step in steps:
-        if results.read(step).verdict.startswith("FAILED"):
-            log = read_end(results.of(step) / LOG).splitlines()
+    for step, verdict in verdicts.items():
+        if text := text_of(folder / step.name):
+            command = shlex.join(command_of(step, Path("FOLDER"), small=False))
+            lines += ["", f"## {step.name}", "", f"    {command}", "", f"```text\n{text}\n```"]
+        if verdict.startswith("FAILED"):
+            log = read_log(folder / step.name / LOG).splitlines()
             tail = "\n".join(line for line in log if not GOOD_TEST.match(line))[-TAIL_CHARS_MAX:]
             lines += ["", f"## {step.name}: end of its log", "", f"{FENCE}text\n{tail}\n{FENCE}"]
     return hide_secrets("\n".join(lines))[:REPORT_CHARS_MAX] + "\n"
@@ -364,7 +246,7 @@ def text_of(folder: Path) -> str:
 
 def counts_of(log: Path) -> str:
     """Return how many tests passed, failed and were skipped, as pytest's last line has it."""
-    return str((COUNTS.findall(read_end(log)) or [""])[-1])
+    return str((COUNTS.findall(read_log(log)) or [""])[-1])
 
 
 def hide_secrets(text: str) -> str:
@@ -376,18 +258,11 @@ def hide_secrets(text: str) -> str:
     return text.replace(home, "~") if len(home) > 1 else text
 
 
-def read_end(log: Path) -> str:
-    """Return the end of a log, without colours."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - READ_CHARS_MAX))
-            return ESCAPES.sub("", file.read().decode(errors="replace")).strip()
-    except OSError as error:
-        return str(error)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:500]
+def read_log(log: Path) -> str:
+    """Return a log without colours; empty if there is none."""
+    if not log.exists():
+        return ""
+    return ESCAPES.sub("", log.read_text(errors="replace")).strip()
 
 
 def _output_of(command: Sequence[str]) -> str:
@@ -396,12 +271,6 @@ def _output_of(command: Sequence[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _describe(status: int) -> str:
-    if status < 0:
-        return f"ended by {signal.Signals(-status).name}"
-    return f"exit status {status}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -418,22 +287,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print(list_steps(sys.executable))
         return 0
-    budget = Budget(arguments.budget_s)
-    facts = find_facts(sys.executable)
-    if facts.no_gpu and not arguments.small:
-        print(f"{facts.no_gpu}. Nothing was run.")
+    end_s = time.monotonic() + arguments.budget_s
+    facts, gpus = find_facts()
+    print(facts["GPU"], flush=True)
+    if not gpus and not arguments.small:
+        print("Nothing was run.")
         return 1
-    print(facts.rows["GPU"], flush=True)
-    steps = make_steps(sys.executable)
-    chosen = [step for step in steps if step.name in (arguments.steps or [step.name])]
-    results = Results(arguments.folder.resolve())
-    say = functools.partial(print, flush=True)
-    run(chosen, facts, results, budget, say, small=arguments.small)
-    (results.folder / REPORT).write_text(render(steps, results), encoding="utf-8")
-    found = [results.read(step) for step in steps]
-    print(f"{sum(one.verdict == PASSED for one in found)} of {len(steps)} steps passed:")
-    print(results.folder / REPORT)
-    return int(any(one.verdict.startswith("FAILED") for one in found))
+    steps, folder = make_steps(sys.executable), arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in sorted(
+        steps, key=lambda step: (folder / step.name / LOG).exists()
+    ):  # cut off: last
+        if not arguments.steps or step.name in arguments.steps:
+            run([step], folder, end_s, len(gpus), small=arguments.small)
+            (folder / REPORT).write_text(render(steps, folder, facts), encoding="utf-8")
+    print(folder / REPORT)
+    return int(any(verdict_of(folder, step).startswith("FAILED") for step in steps))
 
 
 if __name__ == "__main__":

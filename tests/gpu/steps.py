@@ -25,16 +25,6 @@ SMALL_POOL = {"kv_cache_memory_bytes": 1_717_986_918}
 AGENTS_POOL = {"kv_cache_memory_bytes": 8 << 30}
 """That the longest context fits into; how many blocks are used follows from the contexts."""
 
-IMPORTS_S, START_S, END_S = 26, 9, 5
-"""Of engines that start at once: until vLLM is imported; until one without a connector is ready;
-until the last has ended. These and those below are from an H200 (docs/benchmarks/gpu.md)."""
-LOCK_S_PER_GIB = 1.7
-"""Of host memory in each engine, if the driver locks the pages of one after the other: (32.1 - 8.7
-+ 28.9 - 8.7 + 12.8 - 8.7) / 28."""
-TURN_S = {"llama": 1.4, "gemma3": 2.5, "mla": 1.4, "busy": 1.8}
-"""One engine in one round of `return` or `busy`, with the wait for its stores."""
-AGENTS_S = {"none": 40, "ours": 21, "SCO": 25, "OC": 24}
-"""Six turns of 16 users, 92 requests of the 164 that took over 60, 36.9, 43.5 and 41.2."""
 SPECULATIVE: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
 }
@@ -66,7 +56,9 @@ class Step:
     """One command.
 
     Attributes:
-        estimate_s: it is not begun with less than this left.
+        estimate_s: it is not begun with less than this left. Of an H200 (docs/benchmarks/gpu.md):
+            engines take 26 s until vLLM is imported, 9 to start, 5 to end, 1.7 for each GiB of
+            host memory that each locks, and 1.4 to 2.5 for a round.
         command: with a GPU; `{folder}` is where it may leave what is to be kept.
         small: the same, so small that it runs on the CPU; empty if nothing of it can.
         num_gpus: that it needs.
@@ -95,11 +87,6 @@ def find_gpu_tests() -> list[Path]:
     return [file for file in files if file.parent.name == "gpu" or marker in file.read_text()]
 
 
-def estimate_s(host_gib: float, *turns_s: float) -> float:
-    """Return what a step takes whose engines start at once, with so much host memory each."""
-    return round(IMPORTS_S + START_S + LOCK_S_PER_GIB * host_gib + sum(turns_s) + END_S)
-
-
 def make_steps(python: str) -> list[Step]:
     """Return all steps, in their order: those of `first_steps`, and what takes longer.
 
@@ -116,8 +103,8 @@ def first_steps(python: str) -> list[Step]:
     return [
         make.tests("smoke", 20, *smoke),
         make.llama(),
-        make.quick("gemma3", tiny="gemma3", rounds=10),
-        make.quick("mla", tiny="deepseek", rounds=2, cpu_only=CPU_MLA),
+        make.quick("gemma3", 159, tiny="gemma3", rounds=10),
+        make.quick("mla", 65, tiny="deepseek", rounds=2, cpu_only=CPU_MLA),
     ]
 
 
@@ -133,7 +120,7 @@ def more_steps(python: str) -> list[Step]:
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
     return [
         make.bench(
-            *("breakdown", estimate_s(0, 4 * TURN_S["llama"]), "breakdown"),
+            *("breakdown", 46, "breakdown"),
             *(*shape, "--rounds", "3"),
             small=("--logs", "{folder}", *SMALL),
         ),
@@ -144,7 +131,7 @@ def more_steps(python: str) -> list[Step]:
         connectors("return-mamba", 150, "return", "mamba"),
         make.bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
-        make.agents("agents-64", 64, 16, turns=12),
+        make.agents("agents-64", 401, 64, 16, turns=12),
         connectors("soak", 240, "soak", "llama", "--rounds", "10"),
         connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
         connectors("two-gpus", 180, "return", "llama", num_gpus=2, tensor_parallel_size=2),
@@ -212,13 +199,17 @@ class Maker:
         return replace(step, num_gpus=num_gpus)
 
     def quick(
-        self, shape: str, tiny: str, rounds: int, cpu_only: Mapping[str, Any] = NOTHING
+        self,
+        shape: str,
+        estimate_s: float,
+        tiny: str,
+        rounds: int,
+        cpu_only: Mapping[str, Any] = NOTHING,
     ) -> Step:
         """`return` with all four, as short as it can be."""
-        turns_s = len(ENGINES) * (rounds + 1) * TURN_S[shape] + TURN_S[shape]
         sizes = ("--rounds", str(rounds), "--cpu-bytes", "4GiB")
         return self.connectors(
-            *(f"return-{shape}", estimate_s(4, turns_s), "return", shape, *sizes),
+            *(f"return-{shape}", estimate_s, "return", shape, *sizes),
             tiny=tiny,
             only=ENGINES,
             gpu_only=QUICK,
@@ -227,23 +218,22 @@ class Maker:
 
     def llama(self) -> Step:
         """`return`, `busy` and agents on the same four engines, whose start takes longest."""
-        rounds_s = 3 * len(ENGINES) * (TURN_S["llama"] + TURN_S["busy"])
         also = ("--also", "return", "busy")
-        step = self.agents("llama", 16, 4, *also, "--cpu-bytes", "18GiB", turns=6)
+        step = self.agents("llama", 219, 16, 4, *also, "--cpu-bytes", "18GiB", turns=6)
         small = (*step.small, *also, "--also-tokens", "600", "--also-rounds", "1")
-        time_s = estimate_s(18, rounds_s, *AGENTS_S.values())
-        return replace(step, estimate_s=time_s, small=small)
+        return replace(step, small=small)
 
-    def agents(self, name: str, users: int, scale: int, *words: str, turns: int) -> Step:
+    def agents(
+        self, name: str, estimate_s: float, users: int, scale: int, *words: str, turns: int
+    ) -> Step:
         """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
         traces = ("agents_engine", "--traces", str(TRACES), "--logs", "{folder}")
         who = ("--users", str(users), "--scale", str(scale), "--turns", str(turns))
-        limits = ("--think-s", "1", "--seconds", str(max(AGENTS_S.values())), "--rounds", "1")
+        limits = ("--think-s", "1", "--seconds", "40", "--rounds", "1")
         sizes = ("--prompt-tokens", str(256_000 // scale), "--cpu-bytes", "24GiB")
         args = ("--block-size", "16", "--engine-args", json.dumps(QUICK | AGENTS_POOL))
         full = (*traces, "--shape", "llama", *who, *limits, *sizes, *args, *words)
         small = (*traces[1:], "--users", "3", "--turns", "3", "--scale", "256", "--think-s", "1",
                  *SMALL, "--only", *ENGINES)  # fmt: skip
-        time_s = estimate_s(24, 2 * len(ENGINES) * max(AGENTS_S.values()))
-        step = self.bench(name, time_s, *full, small=small)
+        step = self.bench(name, estimate_s, *full, small=small)
         return replace(step, lacks="" if TRACES.is_file() else f"no {TRACES.name} in shared/traces")
