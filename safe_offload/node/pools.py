@@ -251,7 +251,7 @@ def wait_for(
         if now_s - gone_on_s > patience_s:
             raise StalledError(f"another process made no progress for {patience_s:g} s ({what})")
         if now_s - begin_s > SAID_AFTER_S and not is_said:
-            logger.info("Waiting for another process: %s. It may have been stopped.", what)
+            logger.info("Waiting for another process: %s. It may be suspended.", what)
             is_said = True
         time.sleep(POLL_S)
 

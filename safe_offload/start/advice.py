@@ -118,7 +118,7 @@ def _advise_on_settings_without_effect(transfer_config: Any, config: OffloadConf
             reasons[key] = f'"{config.capacity_key}" takes precedence'
     if reasons:
         logger.warning(
-            "Settings without effect, remove them: %s.",
+            "These settings have no effect; remove them: %s.",
             "; ".join(f'"{key}" ({reason})' for key, reason in reasons.items()),
         )
     variables = sorted(name for name in os.environ if name.startswith(other_connectors.LMCACHE))
@@ -140,7 +140,7 @@ def _advise_on_pool(pool: _Pool, config: OffloadConfig) -> None:
     if pool.num_slots < pool.num_request:
         larger.append(
             f"a request of max_model_len ({pool.max_model_len} tokens) needs "
-            f"{pool.blocks(pool.num_request)}, so it does not fit"
+            f"{pool.blocks(pool.num_request)} and does not fit"
         )
     if pool.num_slots < pool.num_gpu and not config.lazy_offload:
         larger.append(

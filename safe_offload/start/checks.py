@@ -47,8 +47,8 @@ def take_offloading_size(arguments: Any) -> None:
     written = config if isinstance(config, dict) else vars(config)
     if not is_ours(written) or getattr(arguments, "kv_offloading_backend", "native") != "native":
         raise ConfigError(
-            f"--kv-offloading-size {size_gib:g} makes vLLM use its own connector instead of "
-            f"{CONNECTOR_NAME}. Fix: remove --kv-offloading-size and --kv-offloading-backend, and "
+            f"--kv-offloading-size {size_gib:g} would replace {CONNECTOR_NAME} by a connector of "
+            f"vLLM's. Fix: remove --kv-offloading-size and --kv-offloading-backend, and "
             f'write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
         )
     extra = written.get(_EXTRA_KEY)

@@ -59,7 +59,7 @@ def register() -> None:
         from safe_offload.compat.versions import installed_version
 
         _logger.exception(
-            "safe_offload could not register %s with vLLM %s, which runs without it. Expected "
+            "safe_offload could not register %s with vLLM %s, which rejects that name. Expected "
             "KVConnectorFactory.register_connector and KVTransferConfig.__post_init__ as in vLLM "
             "0.32. Fix: install a version of vLLM that safe_offload is tested with, or uninstall "
             "safe-offload.",

@@ -242,7 +242,7 @@ class TierRunner:
         if pending.operation is not Operation.PROBE:
             num_slots = self._backend.num_usable_slots
             if not all(0 <= slot_id < num_slots for slot_id in pending.slot_ids):
-                logger.error("%r names slots that do not exist", pending)
+                logger.error("%r refers to slots that do not exist", pending)
                 self._settle(pending, FailureReason.BAD_PLAN)
                 return
             if not pending.places:

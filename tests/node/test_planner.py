@@ -71,7 +71,7 @@ def test_a_damaged_table_is_said_once_and_each_entry_counted(rig, logged):
         rig.drain()
         rig.check_tokens(f"r{number}", 6)
     assert rig.counts[Count.DAMAGED_ENTRIES] == 2
-    (line,) = said(logged, "is damaged: an entry is impossible")
+    (line,) = said(logged, "is damaged: it has invalid entries")
     assert f"shared host cache {table_path().parent}" in line
     assert "`safe-offload cache rm node pool`" in line
 

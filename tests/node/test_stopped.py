@@ -102,7 +102,7 @@ def test_memory_that_is_being_taken_is_waited_for_as_long_as_it_grows(folder, pa
 
     wait_for(other, 7, "creating it", 0.0, size)
     assert [line.getMessage() for line in package_log if "Waiting for" in line.getMessage()] == [
-        "Waiting for another process: creating it. It may have been stopped."
+        "Waiting for another process: creating it. It may be suspended."
     ]
     other.close()
 

@@ -57,7 +57,7 @@ def advise(
 )
 def test_settings_without_effect_are_named_once_with_the_reason(logged, extra, role, expected):
     advise(100, role=role, **extra)
-    line = "Settings without effect, remove them: " + expected
+    line = "These settings have no effect; remove them: " + expected
     assert said(logged) == ([line] if expected else [])
 
 

@@ -220,7 +220,7 @@ SAYS = {
     "misplaced": '"kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}',
     "misspelt": 'Fix: write "kv_connector": "SafeCPUOffloadConnector"',
     "unknown": "Unexpected keyword argument",
-    "replaced": "^ConfigError: --kv-offloading-size 2 makes vLLM use",
+    "replaced": "^ConfigError: --kv-offloading-size 2 would replace",
     "other": NEEDS_ROLE,
     "multi": NEEDS_ROLE,
     "log": 'child {"cpu_bytes_to_use": "1GiB"}',

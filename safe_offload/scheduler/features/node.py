@@ -105,8 +105,8 @@ class NodePool(Feature):
         self._counters[Count.DAMAGED_ENTRIES] += table.num_damaged - self._num_damaged
         if not self._num_damaged:
             logger.error(
-                "The table of the shared host cache %s is damaged: an entry is impossible. "
-                "Invalid entries are ignored and counted. Fix: stop all engines that use it, run "
+                "The table of the shared host cache %s is damaged: it has invalid entries, "
+                "which are ignored and counted. Fix: stop all engines that use it, run "
                 "`safe-offload cache rm node %s`, and check for memory errors.",
                 self._folder,
                 os.path.basename(self._folder),
@@ -130,8 +130,8 @@ class NodePool(Feature):
             self._counters[Count.POOL_STALLS] += 1
             logger.warning(
                 "Another process blocks this engine's access to the shared host cache %s, so it "
-                "recomputes. Fix: continue or kill that process; it may have been stopped (`ps "
-                "-eo pid,stat,args` shows T).",
+                "recomputes. Fix: continue or kill that process; it may be suspended (`ps -eo "
+                "pid,stat,args` shows T).",
                 self._folder,
             )
 

@@ -144,7 +144,7 @@ class _Channel:
         except (EOFError, ConnectionError) as error:
             raise OSError(errno.EIO, "Mooncake's client has ended") from error
         except (TypeError, ValueError, RecursionError) as error:
-            raise OSError(errno.EPROTO, "Mooncake's client says what it should not") from error
+            raise OSError(errno.EPROTO, "Mooncake's client sent an invalid message") from error
         if problem:
             raise OSError(errno.EIO, f"Mooncake's client failed: {printable(str(problem), 300)}")
         return answer

@@ -384,7 +384,7 @@ class Process:
             pass
         except Exception as error:
             logger.warning(
-                "The process of tier %s says what it should not, and is killed: %s",
+                "The process of tier %s sent an invalid message, and is killed: %s",
                 *(self._label, printable(repr(error), LINE_LENGTH_MAX)),
             )
         finally:

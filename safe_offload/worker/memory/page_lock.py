@@ -202,7 +202,7 @@ class PageLock:
         self.facts = MemoryFacts(MemoryKind.PAGE_LOCKED, "unknown")
         logger.warning(
             "Not enough memory on this machine, or under the container's limit, for the whole "
-            "pool: %s of %s are used, and %s are available. The pool keeps that size. Fix: lower "
+            "pool: it stays at %s of %s, with %s available. Fix: lower "
             '"cpu_bytes_to_use", free memory, or raise the limit.',
             format_bytes(self._num_locked * self._layout.slab_bytes),
             format_bytes(self._layout.size_bytes),
