@@ -237,7 +237,7 @@ class MooncakeConfig(TierConfig):
     """Mooncake Store."""
 
     endpoint: str | None = setting(
-        endpoint(), None, "Address of the master's pages, where not at its port 9003."
+        endpoint(), None, "Address of the master's HTTP endpoint, if not on port 9003."
     )
     protocol: str | None = setting(choice(["tcp", "rdma"]), None, "`tcp` (default) or `rdma`.")
     device_name: str = setting(text(), "", "RDMA devices, separated by commas; all by default.")
@@ -252,7 +252,7 @@ class MooncakeConfig(TierConfig):
     )
     replicas: int = setting(count(1, MAX_REPLICAS, example=2), 1, "Machines that keep each object.")
     config_file: str | None = setting(
-        file(), None, "The file of vLLM's `MOONCAKE_CONFIG_PATH`, for what is not written here."
+        file(), None, "The file of vLLM's `MOONCAKE_CONFIG_PATH`, for settings omitted here."
     )
 
     def of_rank(self, world_size: int, tenants_path: str) -> MooncakeConfig:
