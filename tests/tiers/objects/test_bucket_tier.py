@@ -11,13 +11,12 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
-from safe_offload.tiers.naming import DESCRIPTION_FILE, description, namespace_folder, path_of
+from safe_offload.tiers.naming import namespace_folder, path_of
 from safe_offload.tiers.objects.bucket import open_store
 from safe_offload.tiers.objects.bucket_store import BucketStore
 from safe_offload.tiers.store import Store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
-    FACTS,
     SPACE,
     TierContract,
     bytes_of,
@@ -113,17 +112,6 @@ async def test_a_bucket_that_is_not_there_is_named_as_the_problem(server, caplog
     assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.FAILED
     assert [line for line in log_of(caplog) if "there is no such bucket" in line]
     assert "Fix: create the bucket" in caplog.text
-
-
-async def test_a_namespace_is_described_once(config):
-    tier, store = tier_at(config), open_store(config)
-    path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
-    await spill_one(tier, name_of(1), filled((4096,)))
-    assert bytes(store.get(path).bytes()) == description(SPACE, FACTS)
-    store.delete(path)
-    await spill_one(tier, name_of(2), filled((4096,)))
-    with pytest.raises(FileNotFoundError):
-        store.head(path)
 
 
 async def test_of_many_generations_the_namespaces_of_the_last_are_remembered(config):
