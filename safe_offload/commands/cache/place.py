@@ -190,8 +190,8 @@ class Place:
                 continue
             if not item.used_at_s:
                 raise CacheError(
-                    f"{self.label} does not report when objects were last used. Fix: let it evict "
-                    "(maxmemory and its policy), or use allkeys-lru instead of allkeys-lfu."
+                    f"{self.label} does not report when objects were last used. Fix: let it evict, "
+                    "or, on Valkey and Redis, use allkeys-lru instead of allkeys-lfu."
                 )
             self.progress.advance(1, item.size_bytes)
             sizes.append(item.size_bytes)
