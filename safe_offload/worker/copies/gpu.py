@@ -26,7 +26,7 @@ from safe_offload.worker.copies import row_kernel
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.copies.cost import Cost, Timed
 from safe_offload.worker.copies.device import Device
-from safe_offload.worker.copies.lane import GpuCompletion, Lane
+from safe_offload.worker.copies.lane import FIRST_PIECE_RANGES, GpuCompletion, Lane
 from safe_offload.worker.copies.ranges import RangeTable, Runs
 from safe_offload.worker.copies.row_kernel import RowArguments
 from safe_offload.worker.memory.checksums import slot_checksums
@@ -242,7 +242,8 @@ class GpuBackend:
         while start < len(ranges):
             if start:
                 yield
-            piece = ranges.part(start, start + lane.num_ranges)
+            num_ranges = lane.num_ranges if start else min(lane.num_ranges, FIRST_PIECE_RANGES)
+            piece = ranges.part(start, start + num_ranges)
             begin_s = time.perf_counter()
             if path is CopyPath.BATCH:
                 self._device.driver.copy_batch(piece, copy.direction, stream)

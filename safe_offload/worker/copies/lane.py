@@ -24,6 +24,8 @@ PIECE_RANGES_MIN: Final = 16
 PIECE_RANGES: Final = 1024
 """The fewest and most ranges of a piece, as many as are given to the driver within `PIECE_S`."""
 PIECE_S: Final = 0.002
+FIRST_PIECE_RANGES: Final = 64
+"""At most so many in the first piece: the stream starts when the driver has taken it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -571,6 +571,22 @@ def outcome_of(completion: Any) -> FailureReason | None:
     return None
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_the_first_piece_is_short_so_that_a_copy_starts_soon(large, monkeypatch, direction):
+    pieces: list[int] = []
+    driver = large.device.driver
+    give = driver.copy_batch
+
+    def see(ranges: Any, *how: Any) -> None:
+        pieces.append(len(ranges))
+        give(ranges, *how)
+
+    monkeypatch.setattr(driver, "copy_batch", see)
+    assert outcome_of(large.issue(direction, SCATTERED, SCATTERED)) is None
+    assert pieces[0] == lane_module.FIRST_PIECE_RANGES < max(pieces)
+    assert sum(pieces) == 2 * len(SCATTERED)
+
+
 @pytest.mark.parametrize("held", Direction)
 def test_what_the_driver_takes_long_for_holds_up_neither_caller_nor_other_direction(large, held):
     other = Direction.STORE if held is Direction.LOAD else Direction.LOAD
