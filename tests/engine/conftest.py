@@ -1,7 +1,11 @@
 """What the tests with a real engine share."""
 
 import functools
-from collections.abc import Callable
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def small_model() -> Path:
+    """The folder of a real language model, which is downloaded once."""
+    command = [sys.executable, "examples/small_model.py"]
+    made = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(made.stderr.splitlines()[-1])
+    return Path(made.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
 def plain(model, tmp_path_factory):
     """A, B, C, A, B, C answered by an engine without connector, once for each kind of model.
 
@@ -72,3 +86,27 @@ def plain(model, tmp_path_factory):
 def plain_llama(plain):
     """The answers of the tiny llama."""
     return plain("llama")
+
+
+MADE = re.compile(r"The shared host cache (\S+) was (created|found)")
+
+
+class Pools:
+    """The pools that the engines of a test have made, as their logs say."""
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+
+    def of(self, log: str) -> list[str]:
+        """Note the pools in a log; return whether each was created or found."""
+        found = MADE.findall(log)
+        self.paths.update(Path(path) for path, _ in found)
+        return [how for _, how in found]
+
+
+@pytest.fixture
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    for path in made.paths:
+        shutil.rmtree(path, ignore_errors=True)

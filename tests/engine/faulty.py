@@ -2,7 +2,8 @@
 
 COPY_FAULTS='{"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}': of the copies of a worker,
 two in a hundred raise and one in a hundred takes a second longer. With "corrupt": true every copy
-delivers a wrong byte; with "swap": true every load swaps its first and its last slot.
+delivers a wrong byte; with "swap": true every load swaps its first and its last slot; with "wrong":
+true it reads its first slot in place of its last.
 """
 
 import ctypes
@@ -31,6 +32,10 @@ def break_copies(faults: Mapping[str, Any]) -> None:
         if faults.get("swap") and copy.direction is Direction.LOAD:
             slot_ids = copy.slot_ids.copy()
             slot_ids[[0, -1]] = slot_ids[[-1, 0]]
+            copy = dataclasses.replace(copy, slot_ids=slot_ids)
+        if faults.get("wrong") and copy.direction is Direction.LOAD:
+            slot_ids = copy.slot_ids.copy()
+            slot_ids[-1] = slot_ids[0]
             copy = dataclasses.replace(copy, slot_ids=slot_ids)
         run(self, copy)
         if faults.get("corrupt"):

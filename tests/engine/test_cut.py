@@ -57,7 +57,7 @@ def test_a_block_in_the_place_of_another_shows_itself(folder, tmp_path):
     plain, ours = run(
         tmp_path / "run",
         make_cut(folder),
-        make_cut(folder, connector(verify="load", self_test="off"), swaps=True),
+        make_cut(folder, connector(verify="load", self_test="off"), faults={"swap": True}),
         child="cut",
     )
     ours.check_no_trouble()

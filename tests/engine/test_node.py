@@ -3,9 +3,7 @@
 import contextlib
 import json
 import re
-import shutil
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +27,6 @@ from tests.worker.waiting import wait_until
 
 ABC = ("A", "B", "C")
 HASHES = "sha256_cbor"
-MADE = re.compile(r"The shared host cache (\S+) was (created|found)")
-
-
-class Pools:
-    """The pools that the engines of a test have made, as their logs say."""
-
-    def __init__(self) -> None:
-        self.paths: set[Path] = set()
-
-    def of(self, log: str) -> list[str]:
-        """Note the pools in a log; return whether each was created or found."""
-        found = MADE.findall(log)
-        self.paths.update(Path(path) for path, _ in found)
-        return [how for _, how in found]
-
-
-@pytest.fixture
-def pools() -> Iterator[Pools]:
-    made = Pools()
-    yield made
-    for path in made.paths:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.mark.nightly
