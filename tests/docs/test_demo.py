@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "examples/long_context_back_to_back.sh"
 # What the demo asks of Python before the server is up, and a server that never is.
 PYTHON = """#!/bin/sh
 case "$*" in
-*importlib.metadata*) exit 1 ;;
+*importlib.metadata* | *small_model.py) exit 1 ;;
 *socket*) echo 9 ;;
 -m*)
     touch "$TMPDIR/left behind"
@@ -44,7 +44,7 @@ def start(
     python = programs / "python"
     python.write_text(PYTHON.format(server=server))
     python.chmod(0o755)
-    ours = {"PYTHON": str(python), "TMPDIR": str(scratch), "MODEL": ""}
+    ours = {"PYTHON": str(python), "TMPDIR": str(scratch), "MODEL": "tiny"}
     return subprocess.Popen(
         [DEMO],
         env=os.environ | ours | environment,
@@ -64,6 +64,7 @@ def logged(demo: subprocess.Popen[str], scratch: Path, num_lines: int) -> list[s
         assert line, said
         said += line
     assert "random weights" in said
+    assert ("goes on with the tiny model" in said) == ("SmolLM2" in said)
     while True:
         for log in scratch.glob("*/server.log"):
             if len(lines := log.read_text().splitlines()) >= num_lines:
@@ -120,6 +121,13 @@ def test_a_server_that_does_not_end_is_killed_and_its_shared_memory_goes(
     assert not Path("/dev/shm", name).exists()
     assert list(scratch.iterdir()) == []
     assert neighbour.exists()
+
+
+def test_without_the_small_model_the_demo_goes_on_with_a_tiny_one(tmp_path, scratch):
+    demo = start(tmp_path, scratch, MODEL="")
+    logged(demo, scratch, 1)
+    demo.terminate()
+    demo.communicate()
 
 
 def test_a_demo_that_fails_says_where_its_logs_are(demo, scratch):
