@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Final
 
 HIDDEN: Final = "***"
-SECRET_KEYS: Final = ("password_file", "key_file", "hmac_key_file", "tenants")
+SECRET_KEYS: Final = (
+    "password_file",
+    "key_file",
+    "hmac_key_file",
+    "encryption_key_file",
+    "tenants",
+)
 """Settings that may hold the secret itself by mistake."""
 NOT_SHOWN: Final = object()
 """Takes the place of a value that may hold anything."""

@@ -108,6 +108,9 @@ def _require_fitting(location: Location, place: str, written: Mapping[str, objec
             allowed = f"it beside {schemes_with(*having)}"
             fix = f"remove it, or {row.elsewhere}" if row.elsewhere else "remove it"
             refuse(NestedKey(row.key, place), written[row.key], problem, allowed, fix)
+    if "hmac_key_file" in written and "encryption_key_file" in written:
+        problem, fix = "encryption seals objects too", 'remove "hmac_key_file"'
+        refuse(NestedKey("hmac_key_file", place), NOT_SHOWN, problem, "one of the two", fix)
     config.check(location, place, written)
 
 
@@ -126,13 +129,13 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
             _ALIKE,
             f'write "{row.key}": {more} into each tier, or into none',
         )
-    has_key = [each.hmac_key_file is not None for each in (found[0], found[-1])]
-    if has_key[0] != has_key[1]:
+    if found[0].has_key != found[-1].has_key:
+        keyed = found[0] if found[0].has_key else found[-1]
+        key = "hmac_key_file" if keyed.hmac_key_file else "encryption_key_file"
         refuse(
-            NestedKey("hmac_key_file", place),
-            NOT_SHOWN if has_key[1] else None,
-            f"the first tier has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
+            NestedKey(key, place),
+            NOT_SHOWN if keyed is found[-1] else None,
+            f"the first tier has {'one' if keyed is found[0] else 'none'}: {MIXED_KEYS}",
             _ALIKE,
-            'write "hmac_key_file" into each tier, directories too (one file does for all), or '
-            "into none",
+            f'write "{key}" into each tier, directories too (one file does for all), or into none',
         )

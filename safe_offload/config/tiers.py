@@ -71,7 +71,7 @@ class TierConfig:
     """What every tier has; each kind of place adds its own settings.
 
     The sentences of the fields are those of docs/configuration.md. None is no limit, or no file. A
-    `model_version` and an `hmac_key_file` have all tiers or none; `store` is one for all.
+    `model_version` and a file of keys have all tiers or none; `store` is one for all.
     """
 
     location: Location
@@ -107,6 +107,12 @@ class TierConfig:
         "File with a key that seals objects; objects without its seal are misses.",
         is_secret=True,
     )
+    encryption_key_file: str | None = setting(
+        file(),
+        None,
+        "File with keys that encrypt objects, and seal them too: the first writes, all read.",
+        is_secret=True,
+    )
 
     @classmethod
     def at(cls, url: str, **values: Any) -> Any:
@@ -121,6 +127,11 @@ class TierConfig:
     def of_rank(self, world_size: int, tenants_path: str) -> TierConfig:
         """Return the configuration of one of an engine's ranks."""
         return self
+
+    @property
+    def has_key(self) -> bool:
+        """Return whether nobody without a key can write objects that are accepted."""
+        return self.hmac_key_file is not None or self.encryption_key_file is not None
 
     @property
     def limit_bytes(self) -> int | None:

@@ -78,7 +78,7 @@ def settle(config: Any) -> None:
         _require_role(child.get("kv_role"))
         extra: Any = child.get(_EXTRA_KEY)
         tiers = OffloadConfig.from_extra_config(extra, world_size=1).tiers
-        have_key |= {tier.hmac_key_file is not None for tier in tiers}
+        have_key |= {tier.has_key for tier in tiers}
     if len(have_key) > 1:
         raise ConfigError(
             f"some tiers of the connectors have a key and others none: {MIXED_KEYS}. "

@@ -239,7 +239,7 @@ class TierSeries:
 
 
 TIER_TROUBLE = ("failed", "timed_out", "left_alone", "cancelled", "unreadable")
-TIER_MISSES = ("absent", "corrupt", "foreign", *TIER_TROUBLE)
+TIER_MISSES = ("absent", "corrupt", "foreign", "undecryptable", *TIER_TROUBLE)
 TIER_DROPS = ("full", *TIER_TROUBLE)
 TIER_SERIES = tuple(map(TierSeries, range(1, MAX_TIERS + 1)))
 """By tier, nearest first."""

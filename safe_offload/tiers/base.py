@@ -35,6 +35,8 @@ class Result(enum.Enum):
     """Its header names another namespace, key, group, rank or version. It was deleted."""
     UNREADABLE = "unreadable"
     """Something of that name cannot be read: permissions, a directory, a link."""
+    UNDECRYPTABLE = "undecryptable"
+    """It is encrypted with a key that the tier does not have."""
     FULL = "full"
     """There is no room for it."""
     STILL_FULL = "still_full"

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.naming import HEADER_BYTES
-from safe_offload.tiers.seals.seal import PLAIN, Digest, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Digest, Room, Seal, new_room
 from safe_offload.tiers.waiting import outlast
 
 _BAD_NAMES_MAX: Final = 100_000
@@ -83,19 +83,20 @@ class Batch:
         """Return the bytes of an object as it is stored, with its header."""
         return HEADER_BYTES + sum(buffer.nbytes for buffer in self.slots[index])
 
-    # ---- writing: the header that comes before the bytes of a slot -----------------------------
+    # ---- writing: an object as it is stored ----------------------------------------------------
 
-    def header(self, index: int) -> bytes:
-        """Return the header of an object; see `Seal`."""
-        return self._seal.header(self.names[index], self.slots[index])
+    def sealed(self, index: int, room: Room = new_room) -> tuple[bytes, Buffers]:
+        """Return the header of an object, and its bytes; see `Seal.seal`."""
+        return self._seal.seal(self.names[index], self.slots[index], room)
 
-    async def header_async(self, index: int) -> bytes:
-        """Return the header, made on another thread if that takes long."""
-        return await self._seal.header_async(self.names[index], self.slots[index])
+    async def sealed_async(self, index: int) -> tuple[bytes, Buffers]:
+        """Return header and bytes, made on another thread if that takes long."""
+        return await self._seal.seal_async(self.names[index], self.slots[index])
 
     async def whole(self, index: int) -> bytes:
         """Return a copy of an object as it is stored."""
-        return b"".join((await self.header_async(index), *self.slots[index]))
+        header, body = await self.sealed_async(index)
+        return b"".join((header, *body))
 
     # ---- reading: DONE, CORRUPT or FOREIGN -----------------------------------------------------
 

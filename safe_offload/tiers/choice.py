@@ -43,12 +43,12 @@ def open_tier(
 ) -> tuple[Tier, Callable[[str], bytes]]:
     """Return the tier of a place, and a function from a message's generation to a namespace.
 
-    Only the file with its key is read yet; raises as `open_store`.
+    Only its file of keys is read yet; raises as `open_store`.
     """
     from safe_offload.tiers.naming import namespace
     from safe_offload.tiers.seals.keys import open_seal
 
-    seal = open_seal(config.hmac_key_file)
+    seal = open_seal(config)
     facts = ChainMap(dict(seal.facts), facts)
     return make(config, slot_bytes, facts, seal), lambda generation: namespace(facts, generation)
 

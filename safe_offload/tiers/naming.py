@@ -5,8 +5,8 @@ with the same namespace may use the object. Within it, an object is found by its
 Names of folders and files are hexadecimal digits only, so no hash is ever a path.
 
 An object begins with a header of 4 KiB, so its bytes lie on a page. A reader compares the whole
-header with the one expected for the name and the bytes. Objects that are sealed with a key have a
-version of their own (seals).
+header with the one expected for the name and the bytes. Objects that are signed or encrypted with a
+key have versions of their own (seals).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from safe_offload.tiers.base import Name, Result
 
 FORMAT_VERSION: Final = 1
 SEALED_VERSION: Final = 2
+ENCRYPTED_VERSION: Final = 3
 HEADER_BYTES: Final = 4096
+KEYED_BYTES: Final = 64
+"""At the end of a header, which only the owner of a key can make."""
 NAMESPACE_BYTES: Final = 16
 NAMESPACES_MAX: Final = 100
 """Remembered at most; each reset may begin another."""
@@ -160,8 +163,8 @@ def length_of(found: bytes) -> int:
 
 
 def is_sealed(found: bytes) -> bool:
-    """Return whether an object was sealed with a key, by its header."""
-    return version_of(found) == SEALED_VERSION
+    """Return whether an object was signed or encrypted with a key, by its header."""
+    return version_of(found) in (SEALED_VERSION, ENCRYPTED_VERSION)
 
 
 @dataclass(frozen=True, slots=True)

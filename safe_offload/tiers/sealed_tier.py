@@ -17,7 +17,8 @@ from safe_offload.tiers.store import Store
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _TO_DELETE = (Result.CORRUPT, Result.FOREIGN)
-_NOT_SAID = {*Result} - {*_TO_DELETE, Result.UNREADABLE}
+_TO_HIDE = (Result.UNREADABLE, Result.UNDECRYPTABLE)
+_NOT_SAID = {*Result}.difference(_TO_DELETE, _TO_HIDE)
 
 T = TypeVar("T")
 Work = Callable[[Batch], Awaitable[None]]
@@ -139,7 +140,7 @@ class SealedTier:
                 self._bad_names.discard(name)
             elif result not in _NOT_SAID:
                 self._store.log.bad_object(result, self._store.key_of(name))
-                if result is Result.UNREADABLE:
+                if result in _TO_HIDE:
                     self._bad_names.add(name)
 
     async def _describe(self, namespaces: set[bytes], undescribed: set[bytes]) -> None:
@@ -151,6 +152,7 @@ class SealedTier:
             if len(self._describe_at_s) >= naming.NAMESPACES_MAX:
                 self._describe_at_s.clear()
             text = naming.description(namespace, self._facts)
+            text = self._seal.closed_description(namespace, text)
             try:
                 stays_s = await self._logged(self._store.describe(namespace, text))
             except OSError:  # the next call tries again

@@ -19,15 +19,18 @@ from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.tiers.sealed_tier import SealedTier
-from safe_offload.tiers.seals.seal import PLAIN, Seal
+from safe_offload.tiers.seals.encryption import Encryption
+from safe_offload.tiers.seals.seal import PLAIN, DigestSeal, Seal
 from safe_offload.tiers.store import Store
 from tests.worker.waiting import PATIENCE_S
 
+KEY = bytes(range(32))
+ENCRYPTION, OTHER = Encryption([KEY]), Encryption([KEY[::-1]])
 FACTS: dict[str, object] = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)
 SLOT_BYTES = 1 << 20
 """Of the largest slot of most tests."""
-BAD = (Result.CORRUPT, Result.FOREIGN)
+BAD = (Result.CORRUPT, Result.FOREIGN, Result.UNDECRYPTABLE)
 
 SHAPES = {
     "one-byte": (1,),
@@ -84,6 +87,12 @@ def filled(lengths: Sequence[int], seed: int = 0, *, shift: int = 0) -> Buffers:
     return slot_of(lengths, shift=shift, fill=random.Random(seed).randbytes(sum(lengths)))
 
 
+def sealed_by(seal: Seal, name: Name, slot: Buffers) -> bytes:
+    """An object as it is stored."""
+    header, body = seal.seal(name, slot)
+    return header + bytes_of(body)
+
+
 async def spill_one(tier: Tier, name: Name, slot: Buffers) -> Result:
     return (await tier.spill([name], [slot]))[0]
 
@@ -95,8 +104,12 @@ async def fetch_one(tier: Tier, name: Name, slot: Buffers) -> Result:
 class TierContract:
     """Tests of any tier; `make` gives another tier over the same objects each time."""
 
+    seal: Seal = PLAIN
+    """Of its tiers."""
     flip_every = 1
     """Of the flipped bits only every n-th is tried; for tiers that take long to change."""
+    num_forged = 100
+    """Objects that somebody has made of others."""
     num_races = 20
     """Keys that several writers write at once."""
 
@@ -207,7 +220,8 @@ class TierContract:
         for names in ([name_of(1)], [other, name_of(2)]):
             for name in names:
                 assert await spill_one(tier, name, filled((512,))) is Result.DONE
-            described = await place.read(key, 0, naming.DESCRIPTION_BYTES_MAX)
+            stored = await place.read(key, 0, naming.DESCRIPTION_BYTES_MAX)
+            described = self.seal.opened_description(SPACE, stored)
             assert described == naming.description(SPACE, FACTS)
             await place.delete([key])
         await place.close()
@@ -344,6 +358,25 @@ class TierContract:
         await spill_one(tier, name_of(1), filled((4096,), 1))
         data = self.stored(make_tier, name_of(1))[:HEADER_BYTES] + os.urandom(4096)
         assert await self.expect_bad(make_tier, tier, name_of(1), data) is Result.CORRUPT
+
+    async def test_what_somebody_makes_of_objects_is_never_served(self, make_tier, tier):
+        """Of this object and others, of other keys and of none, cut and put together."""
+        rng, name = random.Random(8), name_of(1)
+        slots, seals = [filled((4096,), n) for n in range(2)], (PLAIN, DigestSeal(KEY), OTHER)
+        sources = [sealed_by(seal, name, slot) for seal in (self.seal, *seals) for slot in slots]
+        sources += [sealed_by(self.seal, name_of(2), slots[0]), rng.randbytes(HEADER_BYTES + 4096)]
+        await spill_one(tier, name, slots[0])
+        cuts = (8, 10, 24, 32, 64, 128, HEADER_BYTES - 64, HEADER_BYTES - 48, HEADER_BYTES - 16)
+        for _ in range(self.num_forged):
+            at = rng.choice((*cuts, HEADER_BYTES, rng.randrange(HEADER_BYTES + 4096)))
+            first, last = rng.sample(sources, 2)
+            data = first[:at] + last[at:]
+            self.store(make_tier, name, data)
+            target = slot_of((4096,))
+            result = await fetch_one(tier, name, target)
+            is_whole = any(data == each for each in sources[:2])
+            assert (result is Result.DONE) is is_whole, at
+            assert not is_whole or bytes_of(target) in map(bytes_of, slots)
 
     async def test_an_object_that_was_bad_can_be_written_again(self, make_tier, tier):
         await spill_one(tier, name_of(1), filled((4096,), 1))

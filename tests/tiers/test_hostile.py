@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -25,16 +26,18 @@ from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.sealed_tier import SealedTier
-from safe_offload.tiers.seals.seal import PLAIN, Seal
+from safe_offload.tiers.seals.seal import PLAIN, DigestSeal, Seal
 from safe_offload.tiers.valkey import servers as valkey_servers
 from safe_offload.tiers.valkey.login import Login
 from tests.tiers.contract import (
+    ENCRYPTION,
     FACTS,
     bytes_of,
     fetch_one,
     filled,
     name_of,
     put,
+    sealed_by,
     slot_of,
     spill_one,
     tier_at,
@@ -52,9 +55,10 @@ RECOVERY_ROUNDS = 20
 LOG_LENGTH_MAX = 2000
 RIGHT = [filled(LENGTHS, number) for number in range(2 * NUM_OBJECTS)]
 NAMES = [name_of(number) for number in range(2 * NUM_OBJECTS)]
+SEALS = {"plain": PLAIN, "encrypted": ENCRYPTION}
 STORED: Final = {
-    key_of(name): PLAIN.header(name, slot) + bytes_of(slot)
-    for name, slot in zip(NAMES, RIGHT, strict=True)
+    seal: {key_of(n): sealed_by(seal, n, slot) for n, slot in zip(NAMES, RIGHT, strict=True)}
+    for seal in SEALS.values()
 }
 UNTOUCHED = b"\xa5" * sum(LENGTHS)
 
@@ -180,8 +184,9 @@ class Server:
         answers: to the next commands; those after them are answered well.
     """
 
-    def __init__(self, *, is_cluster: bool = False) -> None:
-        self.stored = dict(list(STORED.items())[:NUM_OBJECTS])
+    def __init__(self, stored: dict[bytes, bytes], *, is_cluster: bool = False) -> None:
+        self.stored = dict(list(stored.items())[:NUM_OBJECTS])
+        self._other = bulk(stored[key_of(NAMES[-1])])
         self.answers: list[Answer] = []
         self._is_cluster = is_cluster
         self._writers: set[asyncio.StreamWriter] = set()
@@ -208,12 +213,11 @@ class Server:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
-        other = bulk(STORED[key_of(NAMES[-1])])
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError):
             while True:
                 good = self.good(await read_command(reader))
                 answer = self.answers.pop(0) if self.answers else GOOD
-                data = answer.make(good, other, self.port)
+                data = answer.make(good, self._other, self.port)
                 size = max(1, -(-len(data) // answer.num_pieces))
                 for start in range(0, len(data), size):
                     writer.write(data[start : start + size])
@@ -318,10 +322,10 @@ MakeTier = Callable[[TierConfig], SealedTier]
 
 
 async def bear(
-    is_cluster: bool, num_good: int, answers: Sequence[Answer], make: MakeTier = tier_at
+    is_cluster: bool, num_good: int, answers: Sequence[Answer], make: MakeTier, seal: Seal
 ) -> None:
     """Use a server that answers so, and then well again."""
-    server = Server(is_cluster=is_cluster)
+    server = Server(STORED[seal], is_cluster=is_cluster)
     num_tasks, num_files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
     async with server.running() as config:
         tier = make(config)
@@ -361,29 +365,34 @@ async def bear(
     assert len(os.listdir("/proc/self/fd")) <= num_files, "files are left"
 
 
-def run(example: tuple[bool, int, Sequence[Answer]], make: MakeTier = tier_at) -> None:
+def run(
+    example: tuple[bool, int, Sequence[Answer]], make: MakeTier | None = None, seal: Seal = PLAIN
+) -> None:
+    make = make or partial(tier_at, seal=seal)
     pauses = patch.multiple(valkey_servers, PAUSE_S=0.01, PAUSE_S_MAX=0.01, REFRESH_S=0.0)
     with watched_log(), pauses:
-        asyncio.run(bear(*example, make))
+        asyncio.run(bear(*example, make, seal))
 
 
-@given(EXAMPLES)
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@given(example=EXAMPLES)
 @settings(max_examples=60)
-def test_nothing_but_misses_comes_of_a_hostile_server(example):
-    run(example)
+def test_nothing_but_misses_comes_of_a_hostile_server(example, seal):
+    run(example, seal=seal)
 
 
 @pytest.mark.nightly
-@given(EXAMPLES)
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@given(example=EXAMPLES)
 @settings(max_examples=5000)
-def test_nothing_but_misses_comes_of_a_hostile_server_all_night(example):
-    run(example)
+def test_nothing_but_misses_comes_of_a_hostile_server_all_night(example, seal):
+    run(example, seal=seal)
 
 
 # ---- tiers with faults, which must be found ---------------------------------------------------
 
 
-class Credulous(Seal):
+class Credulous(DigestSeal):
     """Takes everything for right."""
 
     async def judge_async(self, *_: object) -> Result:

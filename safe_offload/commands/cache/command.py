@@ -163,10 +163,10 @@ class Listed:
         self.first_used_s = min(self.first_used_s or item.used_at_s, item.used_at_s)
 
 
-def _listed(place: Place) -> list[Listed]:
+def _listed(place: Place, seal: Seal) -> list[Listed]:
     found, left_bytes = {}, _FACTS_BYTES_MAX
     for name in place.namespaces():
-        described = place.description(name)
+        described = place.description(name, seal)
         facts = naming.facts_of(described)
         left_bytes -= len(described)
         if left_bytes < 0:
@@ -180,7 +180,7 @@ def _listed(place: Place) -> list[Listed]:
 
 def _ls(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     now_s = time.time()
-    listed = _listed(place)
+    listed = _listed(place, open_seal(config))
     total_bytes = sum(each.size_bytes for each in listed)
     document = {
         "tier": place.label,
@@ -232,11 +232,11 @@ def _ago(now_s: float, at_s: float) -> str:
 def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     @functools.cache
     def key_seal() -> Seal:  # lazy: an unreadable place is reported before an unreadable key
-        return open_seal(config.hmac_key_file)
+        return open_seal(config)
 
     @functools.lru_cache(LISTED_MAX)
     def seal_of_namespace(namespace: str) -> Seal:
-        return _seal_for(place.description(namespace), key_seal())
+        return _seal_for(place.description(namespace, key_seal()), key_seal())
 
     num_objects, size_bytes, num_sealed, num_bad = 0, 0, 0, 0
     bad: list[dict[str, str]] = []
@@ -288,7 +288,7 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if num_sealed:
         lines.append(
             f"{num_sealed:,} more objects are sealed with {'another' if has_key else 'a'} "
-            "key and were not checked. Fix: pass it with --hmac-key-file."
+            "key and were not checked. Fix: pass it with --hmac-key-file or --encryption-key-file."
         )
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
 

@@ -72,12 +72,14 @@ class Place:
         """Return the names of all namespaces, at most LISTED_MAX."""
         return self._run(self._store.namespaces())
 
-    def description(self, namespace: str) -> bytes:
-        """Return the description of a namespace, or nothing."""
+    def description(self, namespace: str, seal: Seal) -> bytes:
+        """Return the description of a namespace, or nothing; encrypted without its key."""
         try:
-            return self._read(self._store.description_key(namespace), 0, DESCRIPTION_BYTES_MAX)
+            key = self._store.description_key(namespace)
+            stored = self._read(key, 0, DESCRIPTION_BYTES_MAX)
         except OSError:
             return b""
+        return seal.opened_description(bytes.fromhex(namespace), stored)
 
     def items(self, namespace: str = "") -> Iterator[Item]:
         """Yield every object, or those of a namespace; objects that vanish are skipped."""

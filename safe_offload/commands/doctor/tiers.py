@@ -34,6 +34,7 @@ from safe_offload.tiers.base import PlaceError, Result
 from safe_offload.tiers.choice import open_store, open_tier
 from safe_offload.tiers.files.diagnosis import existing
 from safe_offload.tiers.naming import namespace_folder
+from safe_offload.tiers.seals.keys import open_seal
 from safe_offload.tiers.store import trial_facts, trial_names
 from safe_offload.tiers.valkey.diagnosis import TRIAL_TTL_S
 from safe_offload.tiers.valkey.login import LoginError, read_password
@@ -63,6 +64,12 @@ def check_tier(config: TierConfig, token_bytes: int = 0) -> Iterator[Finding]:
     The trial is left behind if it hangs: a directory may block its thread for ever.
     """
     yield from check_safety(config)
+    try:
+        open_seal(config)
+    except SafeOffloadError as refused_keys:
+        keys = "random keys that only the engines' user can read"
+        yield refusal("tiers.key", str(refused_keys), keys, "name another file")
+        config = dataclasses.replace(config, hmac_key_file=None, encryption_key_file=None)
     found: list[Finding] = []
     problems: list[BaseException] = []
 
@@ -120,7 +127,8 @@ async def _rates(config: TierConfig, token_bytes: int) -> Finding:
             nearest = existing(Path(config.location.path))
             trial = tempfile.TemporaryDirectory(prefix="safe-offload-doctor-", dir=nearest)
             path = f"{stack.enter_context(trial)}/tier"
-            config = FileConfig(Location(FILE, path), num_threads=config.num_threads)
+            location = Location(FILE, path)
+            config = dataclasses.replace(config, location=location, capacity_bytes=None)
         write = read = 0.0
         if isinstance(config, ValkeyConfig):  # objects expire if doctor is killed
             write, read = await measure(dataclasses.replace(config, ttl_s=TRIAL_TTL_S))
@@ -171,9 +179,9 @@ async def measure(config: TierConfig) -> tuple[float, float]:
 def check_safety(config: TierConfig) -> Iterator[Finding]:
     """Find what others could do to a tier, by its settings alone; see docs/guides/security.md."""
     place = config.location
+    label = place.label
     if place.scheme == FILE:
         return
-    label = place.label
     yield from _password(config)
     endpoint = urlsplit("")
     if isinstance(config, BucketConfig | MooncakeConfig):
@@ -194,13 +202,13 @@ def check_safety(config: TierConfig) -> Iterator[Finding]:
             "TLS between machines",
             fix,
         )
-    if config.hmac_key_file is None and not is_here:
+    if not config.has_key and not is_here:
         yield warning(
             "tiers.key",
             f"objects of {label} are not sealed: anyone who can write there can change answers",
             "a sealing key",
             "`openssl rand -hex 32 > hmac.key`, and name the file in "
-            '"hmac_key_file" of all tiers of all engines that share',
+            '"hmac_key_file" (or "encryption_key_file") of all tiers of all engines that share',
         )
 
 

@@ -280,7 +280,7 @@ class FileStore(Store):
             if not (has_namespace and visit.has_folder(folder)) and visit.make_folder(name, folder):
                 batch.undescribed.add(name.namespace)
             folder_fd = visit.folder(folder)
-            if _is_there(file, folder_fd, file_bytes):
+            if not batch.is_bad(index) and _is_there(file, folder_fd, file_bytes):
                 return Result.PRESENT
             taken = self._take(visit.root_fd, size_on_disk(file_bytes))
             if taken is None:

@@ -106,8 +106,8 @@ class ObjectFiles:
             # blocks as well (fallocate) makes the write slower: by a tenth on ext4, by half on
             # tmpfs. One write allocates them all, and says when there are none.
             os.ftruncate(file_fd, size_bytes)
-            head, slot = batch.header(index), batch.slots[index]
-            self._write_from(file_fd, head, slot, size_bytes, is_direct=is_direct)
+            head, body = batch.sealed(index, self._body)
+            self._write_from(file_fd, head, body, size_bytes, is_direct=is_direct)
             if mark:
                 now_ns = time.time_ns()
                 os.utime(file_fd, ns=(now_ns, marked_ns(now_ns, mark)))
@@ -115,22 +115,26 @@ class ObjectFiles:
             os.close(file_fd)
 
     def _write_from(
-        self, file_fd: int, head: bytes, slot: Buffers, size_bytes: int, *, is_direct: bool
+        self, file_fd: int, head: bytes, body: Buffers, size_bytes: int, *, is_direct: bool
     ) -> None:
         page = self._own.page
         page[:] = head
-        num_bytes = _move_straight(os.pwritev, file_fd, page, slot, is_direct=is_direct)
+        num_bytes = _move_straight(os.pwritev, file_fd, page, body, is_direct=is_direct)
         if num_bytes is not None:
             _require_all(num_bytes, size_bytes)
             return
         whole = self._whole(size_bytes)
         start = HEADER_BYTES
         whole[:start] = head
-        for buffer in slot:
+        for buffer in body:
             whole[start : start + buffer.nbytes] = buffer
             start += buffer.nbytes
         _require_all(_move(os.pwritev, file_fd, [whole]), whole.nbytes)
         os.ftruncate(file_fd, size_bytes)
+
+    def _body(self, length_bytes: int) -> memoryview:
+        """Return the part of `_whole` after the header."""
+        return self._whole(HEADER_BYTES + length_bytes)[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
     def _whole(self, size_bytes: int) -> memoryview:
         """Return a buffer of this thread for an object with its header, of whole pages."""

