@@ -48,7 +48,7 @@ NAMES = (
     *("namespace_", "thread", "kv_role", "engine_id"),
 )
 """Of keys that a user might think of; none of them is a setting that takes any text."""
-FILES = ("password_file", "key_file", "hmac_key_file")
+FILES = ("password_file", "key_file", "hmac_key_file", "encryption_key_file")
 TIER = {"url": "file:///nowhere/kv"}
 
 

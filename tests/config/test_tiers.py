@@ -170,6 +170,10 @@ def test_urls_that_name_servers_and_buckets(url, location, label):
         ({"url": "s3://b", "endpoint": "http://a:hunter2@m"}, 'http://***@m": credentials'),
         ({"url": URL, "endpoint": "http://m"}, "it beside s3://, gs://, az://"),
         ({"url": URL, "hmac_key_file": ""}, "the path is not absolute"),
+        (
+            {"url": URL, "hmac_key_file": "/h", "encryption_key_file": "/e"},
+            '["hmac_key_file"] = ***: encryption seals objects too',
+        ),
         ({"url": URL, "keep": 1}, 'write "keep": true'),
         ({}, '["tiers"][0] = {}: "url" is missing'),
         ("file:///mnt/kv", '["tiers"][0] = ***: this is not a mapping'),
@@ -241,17 +245,25 @@ def test_tiers_of_different_kinds_are_refused(key, first, second, common):
         assert refusal(written) == place + problem
 
 
+@pytest.mark.parametrize("key", ["hmac_key_file", "encryption_key_file"])
 @pytest.mark.parametrize(("first", "second"), [("one", "None"), ("none", "***")])
-def test_tiers_with_and_without_a_key_are_refused(first, second):
-    keyed = {"url": "rediss://kv", "hmac_key_file": "/run/secrets/kv/hmac.key"}
+def test_tiers_with_and_without_a_key_are_refused(first, second, key):
+    keyed = {"url": "rediss://kv", key: "/run/secrets/kv/a.key"}
     written = [keyed, {"url": "file:///a"}][:: 1 if first == "one" else -1]
     assert refusal(written) == (
-        f'kv_connector_extra_config["tiers"][1]["hmac_key_file"] = {second}: the first tier '
+        f'kv_connector_extra_config["tiers"][1]["{key}"] = {second}: the first tier '
         f"has {first}: anyone who can write to the tier without a key could get forged blocks, and "
         "everything computed from them, sealed with yours. Allowed: all tiers with it, or all "
         "without. Fix: write "
-        '"hmac_key_file" into each tier, directories too (one file does for all), or into none.'
+        f'"{key}" into each tier, directories too (one file does for all), or into none.'
     )
+
+
+def test_a_tier_that_signs_and_one_that_encrypts_are_read():
+    found = read(
+        {"url": "file:///a", "hmac_key_file": "/h"}, {"url": URL, "encryption_key_file": "/e"}
+    )
+    assert [tier.has_key for tier in found] == [True, True]
 
 
 def test_tiers_of_one_kind_are_read():

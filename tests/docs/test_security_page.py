@@ -264,7 +264,7 @@ async def test_an_engine_needs_no_other_right_on_a_cluster(tmp_path):
 
 def test_the_policy_of_a_bucket_allows_what_is_needed_and_no_more():
     tier, policy, _ = (json.loads(block) for block in blocks("json"))
-    assert tiers().read("tiers", [tier])[0].hmac_key_file
+    assert tiers().read("tiers", [tier])[0].encryption_key_file
     assert policy["Version"] == "2012-10-17"
     allowed = {statement["Resource"]: statement["Action"] for statement in policy["Statement"]}
     assert {each["Effect"] for each in policy["Statement"]} == {"Allow"}

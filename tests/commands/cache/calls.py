@@ -10,7 +10,7 @@ from safe_offload.commands.cli import main
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.naming import HEADER_BYTES, description, namespace
 from safe_offload.tiers.seals.seal import PLAIN, Seal
-from tests.tiers.contract import bytes_of, filled
+from tests.tiers.contract import filled, sealed_by
 
 FACTS: dict[str, object] = {"model": "meta-llama/Llama-3.1-8B", "rank": 0}
 FIRST, AFTER_RESET = namespace(FACTS), namespace(FACTS, "word")
@@ -40,7 +40,7 @@ def read(call: Call, *arguments: object) -> tuple[int, dict[str, Any]]:
 def value_of(name: Name, seal: Seal = PLAIN) -> bytes:
     """The bytes of a stored object, its header first."""
     slot = filled((OBJECT_BYTES,), name.block_hash[-1])
-    return seal.header(name, slot) + bytes_of(slot)
+    return sealed_by(seal, name, slot)
 
 
 def described(space: bytes, seal: Seal = PLAIN) -> bytes:

@@ -23,7 +23,8 @@ from tests.commands.cache.calls import (
     value_of,
 )
 from tests.commands.cache.conftest import Rig
-from tests.tiers.contract import name_of
+from tests.tiers.contract import ENCRYPTION, name_of
+from tests.tiers.contract import KEY as ENCRYPTION_KEY
 
 DAY_S = 86_400
 NAME, OTHER = namespace_folder(FIRST), namespace_folder(AFTER_RESET)
@@ -175,6 +176,38 @@ def test_sealed_objects_are_checked_with_their_key_only(call, rig, tmp_path):
     assert (status, "1 bad" in text) == (1, True)
     other = call("verify", rig.url, "--hmac-key-file", tmp_path / "other")
     assert "sealed with another key" in other[1]
+
+
+def test_encrypted_objects_are_checked_as_far_as_the_keys_show(call, rig, tmp_path):
+    space = bytes(16)
+    text = described(space, ENCRYPTION)
+    rig.write(rig.description(space), ENCRYPTION.closed_description(space, text))
+    for n in range(4):
+        rig.write(rig.name(n, space), value_of(name_of(n, space=space), ENCRYPTION))
+    keys = {"right": f"{KEY[::-1].hex()}\n{ENCRYPTION_KEY.hex()}", "other": KEY.hex()}
+    for name, lines in keys.items():
+        (tmp_path / name).write_text(lines)
+        (tmp_path / name).chmod(0o400)
+    option = "--encryption-key-file"
+    not_checked = "4 more objects are sealed with {} key and were not checked. Fix: pass it with"
+    status, text = call("verify", rig.url)
+    assert (status, not_checked.format("a") in text) == (1, True)
+    status, text = call("verify", rig.url, option, tmp_path / "other")
+    assert (status, not_checked.format("another") in text) == (1, True)
+    with_key = ("verify", rig.url, option, tmp_path / "right")
+    assert call(*with_key) == (0, "17 objects, 272.00 KiB checked: 0 bad.\n")
+    for arguments, num_known in (((), 0), ((option, tmp_path / "right"), 1)):
+        found = read(call, "ls", rig.url, *arguments)[1]["namespaces"]
+        assert [each["namespace"] for each in found].count(space.hex()) == 1
+        known = [each for each in found if each["facts"].get("seal") == "aes-256-gcm"]
+        assert len(known) == num_known
+    swapped = value_of(name_of(2, space=space), ENCRYPTION)
+    rig.write(rig.name(3, space), swapped)
+    assert read(call, "verify", rig.url)[1]["num_bad"] == 1, "its name can be read"
+    rig.write(rig.name(3, space), flipped(value_of(name_of(3, space=space), ENCRYPTION), -1))
+    assert read(call, "verify", rig.url)[1]["num_bad"] == 0, "its bytes cannot"
+    status, text = call(*with_key)
+    assert (status, "its seal is wrong" in text) == (1, True)
 
 
 def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call, aged):

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.doctor.tiers import check_safety, check_user
+from safe_offload.commands.doctor.tiers import check_safety, check_tier, check_user
 from safe_offload.config.tiers import TierConfig
+from safe_offload.findings import Severity
 
 KEY = "/run/secrets/kv/hmac.key"
 
@@ -33,11 +34,38 @@ def found_of(url: str, **values: Any) -> dict[str, str]:
         ("s3://kv/prod", {"endpoint": "http://127.0.0.1:9000"}, {"tiers.key"}),
         ("s3://kv/prod", {"endpoint": "http://minio:9000"}, {"tiers.key", "tiers.tls"}),
         ("gs://kv", {"hmac_key_file": KEY}, set()),
+        ("gs://kv", {"encryption_key_file": KEY}, set()),
         ("s3://kv", {"hmac_key_file": KEY, "endpoint": "HTTP://minio"}, {"tiers.tls"}),
     ],
 )
 def test_what_a_tier_lacks_is_named(url, values, ids):
     assert set(found_of(url, **values)) == ids
+
+
+@pytest.mark.parametrize("setting", ["encryption_key_file", "hmac_key_file"])
+@pytest.mark.parametrize(
+    ("content", "mode", "problem", "fix"),
+    [
+        (bytes(range(32)).hex(), 0o644, "can be read by every user", "set its mode to 0400"),
+        (bytes(range(31)).hex(), 0o400, "has 31 bytes", "`openssl rand -hex 32`"),
+        (bytes(range(32)).hex(), 0o400, "", ""),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_named(
+    tmp_path, setting, content, mode, problem, fix
+):
+    (tmp_path / "keys").write_text(content)
+    (tmp_path / "keys").chmod(mode)
+    url, path = f"file://{tmp_path}/tier", str(tmp_path / "keys")
+    found = {one.id: one for one in check_tier(TierConfig.at(url, **{setting: path}))}
+    is_warning = setting == "hmac_key_file" and mode == 0o644
+    assert ("tiers.key" in found) == (bool(problem) and not is_warning)
+    assert found["tiers.rate"].severity is Severity.INFO, "the place is tried all the same"
+    if "tiers.key" in found:
+        assert found["tiers.key"].severity is Severity.ERROR
+        assert problem in found["tiers.key"].found
+        assert fix in found["tiers.key"].fix
+        assert content[:16] not in json.dumps(found["tiers.key"].to_json())
 
 
 @pytest.mark.parametrize("password", ["CHANGE-ME", "PASSWORD", "change_me", "Secret1\n"])
