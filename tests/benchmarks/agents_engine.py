@@ -26,13 +26,13 @@ from safe_offload.commands.bench.report import (
     Report,
     describe_machine,
     median_and_spread,
-    percentile,
     publish,
     table,
 )
 from tests.benchmarks import agents_traces, connectors
 from tests.benchmarks.agents_traces import Conversation, make_prompt
 from tests.benchmarks.engines import TIMEOUT_S, with_model
+from tests.benchmarks.scheduler_measure import percentile
 from tests.gpu import shapes
 
 BEGIN_S = 0.2

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from safe_offload.commands.bench.report import percentile
 from tests.benchmarks.scheduler_engine import Sizes, make_engine, serve
 from tests.benchmarks.scheduler_probe import (
     Counts,
@@ -19,6 +18,11 @@ from tests.benchmarks.scheduler_traces import Trace
 
 COPY_STEPS = 1
 """A copy of some thousand blocks takes about as long as the forward that computes them."""
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that is not below a percentage of the values."""
+    return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from safe_offload.commands.bench.engine import BenchOptions
-from safe_offload.commands.bench.report import percentile
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError
 from tests.benchmarks import agents_engine, agents_traces, connectors
 from tests.benchmarks.agents_engine import Replayed
+from tests.benchmarks.scheduler_measure import percentile
 from tests.simulator.peers import PeerEngine, peer_shape
 
 BYTES = 1 << 20

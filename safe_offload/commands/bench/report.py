@@ -67,11 +67,6 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest value that is not below a percentage of the values."""
-    return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
-
-
 def median_and_spread(values: Sequence[float], form: str) -> str:
     """Return the median, and the lowest and the highest in brackets."""
     return f"{statistics.median(values):{form}} ({spread(values, form)})"
