@@ -285,13 +285,6 @@ class SlotPool:
         old = range(self.num_usable - self._num_new)
         return set(old).difference(self._empty, self._retired)
 
-    def num_overpinned(self, slots: Sequence[int] = ()) -> int:
-        """Return the number of slots by which pins exceed the quotas, or would with these slots.
-
-        Without tenants: 0.
-        """
-        return 0 if self.quotas is None else self.quotas.num_overpinned(slots)
-
     def pin(self, slots: Iterable[int]) -> None:
         """Count slots as pinned, also for their tenants."""
         new = set(slots).difference(self._pinned)
@@ -305,10 +298,6 @@ class SlotPool:
         self._pinned -= old
         if self.quotas is not None:
             self.quotas.unpin(old)
-
-    def must_unpin(self, slots: Sequence[int]) -> bool:
-        """Return whether pins of these slots deny other tenants their guarantees."""
-        return self.quotas is not None and self.quotas.must_unpin(slots)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes) -> bool:
         """Return whether a request may store `count` blocks; see `EvictionPolicy.admits`."""

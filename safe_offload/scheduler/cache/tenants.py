@@ -206,10 +206,11 @@ class TenantQuotas:
 
     # ---- pins ----------------------------------------------------------------------------------
 
-    def num_overpinned(self, slots: Sequence[int]) -> int:
-        """See `SlotPool`; beyond their guarantees, tenants may pin unguaranteed slots.
+    def num_overpinned(self, slots: Sequence[int] = ()) -> int:
+        """Return the number of slots by which pins exceed the quotas, or would with these slots.
 
-        So pins of others never keep a tenant from its guarantee.
+        Beyond their guarantees, tenants may pin unguaranteed slots, so pins of others never keep a
+        tenant from its guarantee.
         """
         guaranteed, more = self.policy.guaranteed, self._count_by_tenant(slots)
         rows = zip(self._num_pinned, more, guaranteed, strict=True)
@@ -227,10 +228,13 @@ class TenantQuotas:
             self._num_pinned[self.policy.owners[slot]] -= 1
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
-        """See `SlotPool`; tenants whose pins exceed their quota are unpinned."""
+        """Return whether pins of these slots deny other tenants their guarantees.
+
+        Tenants whose pins exceed their quota are unpinned.
+        """
         owners = {self.policy.owners[slot] for slot in slots}
         guaranteed = self.policy.guaranteed
-        return self.num_overpinned(()) > 0 and any(
+        return self.num_overpinned() > 0 and any(
             self._num_pinned[o] > guaranteed[o] for o in owners
         )
 

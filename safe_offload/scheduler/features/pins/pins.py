@@ -131,7 +131,8 @@ class Pins:
         while (hit := find(end)) is not None:
             new = [slot for slot in dict.fromkeys(hit.slots) if slot not in self._counts]
             num_over = self.num_slots + len(new) - self.num_slots_max
-            num_over = max(num_over, self._slots.num_overpinned(new))
+            if self._slots.quotas is not None:
+                num_over = max(num_over, self._slots.quotas.num_overpinned(new))
             if num_over <= 0:
                 return hit.num_tokens, hit.slots
             # Each block of a hash is a slot in one group, or in several.
@@ -200,9 +201,10 @@ class Pins:
         if now_s >= self._due_s:
             self.remove([key for key, pin in self._pins.items() if pin.until_s <= now_s])
             self._due_s = min((pin.until_s for pin in self._pins.values()), default=math.inf)
-        if self._pins and self._slots.num_overpinned():
+        quotas = self._slots.quotas
+        if self._pins and quotas is not None and quotas.num_overpinned():
             for pin in sorted(self._pins.values(), key=lambda pin: pin.until_s):
-                if self._slots.must_unpin(pin.last_slots()):
+                if quotas.must_unpin(pin.last_slots()):
                     self.remove([pin.key])
         if self._used:
             for pin in self._used:
