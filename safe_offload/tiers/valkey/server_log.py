@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from safe_offload.tiers.base import PlaceError, reason_of
+from safe_offload.tiers.base import PlaceError
 from safe_offload.tiers.naming import ALL_KEYS
-from safe_offload.tiers.rare_log import KIND_CHARS, RareLog
+from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.valkey.commands import (
     DELETING,
     KNOWN,
@@ -47,13 +47,7 @@ _FIXES: Final = {
 
 
 class ServerLog(RareLog):
-    """Logs failures and refusals of a server, with their fixes."""
-
-    def failure(self, error: OSError) -> None:
-        """Log that the server failed; the error may have the fix."""
-        reason = reason_of(error)
-        if self.is_due(reason[:KIND_CHARS]):
-            logger.warning("Tier %s failed to use its server: %s.", self._label, reason)
+    """Logs refusals of a server, too, with their fixes."""
 
     def password_in_url(self) -> None:
         """Log that others can see the password."""
