@@ -260,7 +260,7 @@ class MemoryFacts:
 
     Attributes:
         kind: page-locked or not.
-        huge_pages: their share, as "99 %"; before memory is touched, whether they were asked for.
+        huge_pages: their share, as "99 %"; before memory is touched, whether they were requested.
         numa_nodes: where it lies; empty if that is not known.
     """
 

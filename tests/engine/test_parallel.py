@@ -64,7 +64,7 @@ def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(paralle
     assert first.tokens == without.tokens
     (info,) = first.data["info"]
     assert (info["ranks"], info["memory"], info["numa_node"]) == ("2", "pageable", "unknown")
-    assert info["huge_pages"] in ("asked for", "refused")
+    assert info["huge_pages"] in ("requested", "refused")
     assert info["copies_by"].split(", ")[-1] == "each"
     assert first.log.count("Host memory is ready: ") == 1
     assert "slots per rank (2). It is pageable" in first.log

@@ -76,7 +76,7 @@ class CpuBackend:
         self.choices: tuple[CopyPath, ...] = ()
         self.num_slots = self.num_usable_slots = layout.num_slots
         self.memory = MemoryFacts(
-            MemoryKind.PAGEABLE, "asked for" if host.has_huge_pages else "refused"
+            MemoryKind.PAGEABLE, "requested" if host.has_huge_pages else "refused"
         )
         self.host = host
         self._threads = threads
