@@ -456,13 +456,6 @@ def test_slow_unlocking_is_not_taken_for_a_copy_that_hangs(make_gpu):
     assert subject.is_host_memory_free()
 
 
-def test_nothing_on_the_device_comes_from_the_memory_that_vllm_gives_up_in_a_sleep(make_gpu):
-    gpu = FakeGpu()
-    with gpu.pool():
-        make_gpu(gpu=gpu, path=CopyPath.KERNEL)
-    assert gpu.pooled == []
-
-
 # ---- order -------------------------------------------------------------------------------------
 
 
