@@ -42,7 +42,7 @@ if [[ ! $MODEL ]]; then
         PROMPT_TOKENS=${PROMPT_TOKENS:-4000}
         plain='server without connector' fill=90
         S0=(specialnames 'When is the method __del__ called?')
-        S1=(debugger 'In one sentence, what is this text about?')
+        S1=(debugger 'How do I set a breakpoint?')
         num_blocks=$(((PROMPT_TOKENS + ANSWER_TOKENS + 31) / 32))
     else
         say 'SmolLM2 cannot be had (above), so the demo goes on with the tiny model'

