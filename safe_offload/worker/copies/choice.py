@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,22 @@ from safe_offload.errors import ConfigError, DeviceError
 from safe_offload.layout import HostLayout
 from safe_offload.worker.copies.base import CopyPath, ProvableBackend
 from safe_offload.worker.copies.cpu import CpuBackend
-from safe_offload.worker.copies.device import Device
+from safe_offload.worker.copies.device import Device, import_ahead
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.rows import Rows, TorchRows
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
+
+
+def prepare(device_type: str, config: OffloadConfig) -> None:
+    """Begin what `open_backend` needs and what does not depend on the KV cache; never raises.
+
+    Args:
+        device_type: of vLLM's device, as in torch.
+    """
+    if device_type == "cuda" and config.copy_path in ("auto", CopyPath.KERNEL.value):
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            import_ahead()
 
 
 def open_backend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import logging
 import signal
@@ -25,7 +26,35 @@ IN_MEMORY: Final = "CUPY_CACHE_IN_MEMORY"
 LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
 _LIBC = ctypes.CDLL(None)
 _LIBC.sigaction.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+IMPORT_THREAD: Final = "safe-offload-import"
 _ACTION_BYTES = 256  # at least a struct sigaction, whatever is in it; 152 with glibc
+
+
+def import_ahead(name: str = "cupy") -> None:
+    """Import a module on a thread, while vLLM prepares its KV cache; see `import_cupy`.
+
+    The interpreter waits for the thread before it ends, as one that is stopped while a library is
+    loaded may crash. Nothing is compiled: `keep_signal_handlers` would undo what vLLM's thread
+    changes meanwhile.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # `import_cupy` meets it again
+            importlib.import_module(name)
+
+    threading.Thread(target=run, name=IMPORT_THREAD, daemon=False).start()
+
+
+@functools.cache
+def import_cupy(name: str = "cupy") -> Any:
+    """Import cupy, once that thread has ended.
+
+    Python returns a module half-made if its import fails on another thread meanwhile.
+    """
+    for thread in threading.enumerate():
+        if thread.name == IMPORT_THREAD:
+            thread.join()
+    return importlib.import_module(name)
 
 
 class Device:
@@ -48,7 +77,7 @@ class Device:
         *,
         torch_module: Any = torch,
         library: Any = None,
-        import_cupy: Callable[[], Any] = lambda: importlib.import_module("cupy"),
+        import_cupy: Callable[[], Any] = import_cupy,
     ) -> None:
         self._device = device
         self._torch = torch_module
