@@ -25,8 +25,8 @@ from safe_offload.compat.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
-from safe_offload.compat.resets import allow_resets_under_loads
+from safe_offload.compat.engine_core.live_weights import MODEL_LOADS, Adapters, watch
+from safe_offload.compat.engine_core.resets import allow_resets_under_loads
 from safe_offload.compose import Composition
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError

@@ -10,7 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from safe_offload.compat.live_weights import Adapters, ModelLoads, watch
+from safe_offload.compat.engine_core.live_weights import Adapters, ModelLoads, watch
 
 CALLS = ("collective_rpc", "add_lora", "remove_lora", "sleep")
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 from safe_offload.compat.engine_config import ranks_per_copy
-from safe_offload.compat.live_weights import ModelLoads
+from safe_offload.compat.engine_core.live_weights import ModelLoads
 from safe_offload.config.options import OffloadConfig
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.worker.copies.base import Backend
