@@ -26,6 +26,7 @@ from safe_offload.compat.base import (
     SupportsHMA,
 )
 from safe_offload.compat.engine_core.live_weights import MODEL_LOADS, Adapters, watch
+from safe_offload.compat.engine_core.pauses import PAUSES, skip_pauses
 from safe_offload.compat.engine_core.resets import allow_resets_under_loads
 from safe_offload.compose import Composition
 from safe_offload.config.options import OffloadConfig
@@ -126,6 +127,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._make_planner = self._prepare_planner()
             watch()
             allow_resets_under_loads()
+            skip_pauses()
         else:
             self.side = self.worker = self._make_worker()
         self._does_more = self._is_watched or self._is_beside_worker
@@ -275,6 +277,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._update(connector_output)
             else:
                 self.scheduler.update_connector_output(connector_output)
+            if connector_output.finished_recving:
+                PAUSES.skip()
         except Exception as error:
             report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
