@@ -309,4 +309,4 @@ def test_lazy_stores_come_last_block_first_and_are_known(make_rig, tmp_path, joi
         rig.run_alone("b", rig.prompt(PROMPT_TOKENS, 2), max_tokens=1)
         rig.run_alone("c", rig.prompt(2 * BLOCK_TOKENS, 3), max_tokens=1)
         wait_for(lambda: router.find(first) == (BLOCK_TOKENS, PROMPT_TOKENS), rig)
-        assert rig.run_alone("d", first, max_tokens=1) == PROMPT_TOKENS - 1
+        assert rig.run_alone("d", first, max_tokens=1) == 4 * BLOCK_TOKENS - 1
