@@ -26,7 +26,7 @@ from safe_offload.compat.base import (
     SupportsHMA,
 )
 from safe_offload.compat.engine_core.live_weights import MODEL_LOADS, Adapters, watch
-from safe_offload.compat.engine_core.pauses import PAUSES, skip_pauses
+from safe_offload.compat.engine_core.pauses import REPORTED, skip_pauses
 from safe_offload.compat.engine_core.resets import allow_resets_under_loads
 from safe_offload.compose import Composition
 from safe_offload.config.options import OffloadConfig
@@ -278,7 +278,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self.scheduler.update_connector_output(connector_output)
             if connector_output.finished_recving:
-                PAUSES.skip()
+                REPORTED.extend(connector_output.finished_recving)
         except Exception as error:
             report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)

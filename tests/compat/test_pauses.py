@@ -9,7 +9,7 @@ from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCoreProc
 
 from safe_offload.compat.engine_core import pauses
-from safe_offload.compat.engine_core.pauses import METHOD, PAUSES, fits, skip_pauses, step
+from safe_offload.compat.engine_core.pauses import METHOD, REPORTED, fits, skip_pauses, step
 
 WRAPPED: Any = getattr(EngineCoreProc, METHOD)
 VLLMS_OWN: Any = getattr(WRAPPED, "__wrapped__", WRAPPED)
@@ -32,7 +32,7 @@ class Core:
 
     def step_fn(self) -> tuple[dict[int, str], bool]:
         if self._has_load:
-            PAUSES.skip()
+            REPORTED.append("r")
         self._has_load = False
         return {0: "output"}, self._executes
 
@@ -76,10 +76,11 @@ def test_the_loop_of_another_vllm_stays_as_it_is(monkeypatch):
     assert getattr(EngineCoreProc, METHOD) is other
 
 
-def test_a_load_that_lands_is_reported_to_the_loop(make_rig, monkeypatch):
+def test_a_load_that_lands_is_reported_to_the_loop(make_rig):
     rig = make_rig()
     prompt = rig.warm()
-    waits: list[bool] = []
-    monkeypatch.setattr(PAUSES, "skip", lambda: waits.append(rig.scheduler.has_requests()))
-    rig.run_alone("again", prompt)
-    assert waits == [True]
+    REPORTED.clear()
+    rig.add("again", prompt)
+    rig.step_until(lambda: bool(REPORTED))
+    assert rig.scheduler.finished_recving_kv_req_ids == set(REPORTED) == {"again"}
+    rig.finish(again=4)

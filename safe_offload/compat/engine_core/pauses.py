@@ -11,6 +11,7 @@ Source: vLLM 0.32.0, EngineCoreProc._process_engine_step of v1/engine/core.py.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from time import sleep
 from typing import Any, Final
@@ -28,21 +29,8 @@ NAMES: Final = (
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-class Pauses:
-    """Whether the step that is being taken has reported a load; used by one thread."""
-
-    is_skipped = False
-
-    def skip(self) -> None:
-        """Let the next step come at once."""
-        self.is_skipped = True
-
-    def begin_step(self) -> None:
-        """Forget what an earlier step has reported."""
-        self.is_skipped = False
-
-
-PAUSES: Final = Pauses()
+REPORTED: Final[deque[str]] = deque(maxlen=1)
+"""The last request whose load this step has reported; empty if there is none."""
 
 
 def skip_pauses() -> None:
@@ -67,11 +55,11 @@ def step(original: Callable[[Any], bool], core: Any) -> bool:
     """Take a step as vLLM does, and pause only if it has reported no load."""
     if core.vllm_config.parallel_config.data_parallel_size > 1:
         return original(core)
-    PAUSES.begin_step()
+    REPORTED.clear()
     outputs, model_executed = core.step_fn()
     for output in outputs.items() if outputs else ():
         core.output_queue.put_nowait(output)
     core.post_step(model_executed)
-    if not model_executed and not PAUSES.is_skipped and core.scheduler.has_requests():
+    if not model_executed and not REPORTED and core.scheduler.has_requests():
         sleep(PAUSE_S)
     return bool(model_executed)
