@@ -20,7 +20,7 @@ from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.seals.encryption import Encryption
-from safe_offload.tiers.seals.seal import PLAIN, DigestSeal, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Store
 from tests.worker.waiting import PATIENCE_S
 
@@ -362,7 +362,7 @@ class TierContract:
     async def test_what_somebody_makes_of_objects_is_never_served(self, make_tier, tier):
         """Of this object and others, of other keys and of none, cut and put together."""
         rng, name = random.Random(8), name_of(1)
-        slots, seals = [filled((4096,), n) for n in range(2)], (PLAIN, DigestSeal(KEY), OTHER)
+        slots, seals = [filled((4096,), n) for n in range(2)], (PLAIN, Seal(KEY), OTHER)
         sources = [sealed_by(seal, name, slot) for seal in (self.seal, *seals) for slot in slots]
         sources += [sealed_by(self.seal, name_of(2), slots[0]), rng.randbytes(HEADER_BYTES + 4096)]
         await spill_one(tier, name, slots[0])

@@ -26,7 +26,7 @@ from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.sealed_tier import SealedTier
-from safe_offload.tiers.seals.seal import PLAIN, DigestSeal, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.valkey import servers as valkey_servers
 from safe_offload.tiers.valkey.login import Login
 from tests.tiers.contract import (
@@ -392,7 +392,7 @@ def test_nothing_but_misses_comes_of_a_hostile_server_all_night(example, seal):
 # ---- tiers with faults, which must be found ---------------------------------------------------
 
 
-class Credulous(DigestSeal):
+class Credulous(Seal):
     """Takes everything for right."""
 
     async def judge_async(self, *_: object) -> Result:

@@ -39,15 +39,15 @@ _PIECE_BYTES: Final = 64 << 10
 
 
 class Encryption(Seal):
-    """Encrypts objects. GCM takes no longer than the way to another thread, and holds the GIL.
+    """Encrypts objects.
 
     Args:
         keys: random ones of 32 bytes; the first encrypts, all decrypt.
     """
 
-    version = ENCRYPTED_VERSION
-
     def __init__(self, keys: Sequence[bytes]) -> None:
+        super().__init__(keys[0])
+        self.version = ENCRYPTED_VERSION
         self._keys = {_derived(key, None, b"id")[:_ID_BYTES]: key for key in keys}
         self.facts = {FACT: "aes-256-gcm"}
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import stat
 from typing import TYPE_CHECKING, Final
 
 from safe_offload.config.files import read_file
 from safe_offload.config.printing import secret_file
 from safe_offload.errors import ConfigError
-from safe_offload.tiers.seals.seal import PLAIN, DigestSeal, Seal
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 
 if TYPE_CHECKING:
     from safe_offload.config.tiers import TierConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-KEY_BYTES: Final = 32
-"""Of a key for encryption; one for signatures may be longer."""
-
+_HMAC_KEY_BYTES_MIN: Final = 32
+_ENCRYPTION_KEY: Final = re.compile(rb"[0-9A-Fa-f]{64}")
 _FILE_BYTES_MAX: Final = 4096
 _DISTINCT_MIN: Final = 12  # of 32 random bytes fewer are different once in 10**20 keys
 _MAKE_ONE: Final = (
@@ -39,7 +39,7 @@ def open_seal(config: TierConfig) -> Seal:
 
         return Encryption(_read_encryption_keys(config.encryption_key_file))
     path = config.hmac_key_file
-    return PLAIN if path is None else DigestSeal(_read_hmac_key(path))
+    return PLAIN if path is None else Seal(_read_hmac_key(path))
 
 
 def _read_hmac_key(path: str) -> bytes:
@@ -49,8 +49,8 @@ def _read_hmac_key(path: str) -> bytes:
         key = key.strip()
     with contextlib.suppress(ValueError):  # else it is the key itself
         key = bytes.fromhex(key.decode())
-    if len(key) < KEY_BYTES:
-        problem = f"has {len(key)} bytes; expected at least {KEY_BYTES} random ones"
+    if len(key) < _HMAC_KEY_BYTES_MIN:
+        problem = f"has {len(key)} bytes; expected at least {_HMAC_KEY_BYTES_MIN} random ones"
         raise _refused("hmac_key_file", path, problem)
     _require_random("hmac_key_file", path, key)
     if mode & stat.S_IRWXO:
@@ -71,19 +71,13 @@ def _read_encryption_keys(path: str) -> list[bytes]:
             f'the keys in "{setting}", {path}, can be read by every user of this machine (mode '
             f"{stat.S_IMODE(mode):04o}). Fix: {_HIDE_IT}."
         )
-    keys = []
-    for number, line in enumerate(content.split(), start=1):
-        try:
-            keys.append(bytes.fromhex(line.decode("ascii")))
-        except ValueError:
-            problem = f"is not hexadecimal (key {number})"
-            raise _refused(setting, path, problem) from None
-        if len(keys[-1]) != KEY_BYTES:
-            problem = f"has {len(keys[-1])} bytes (key {number}); expected {KEY_BYTES} random ones"
-            raise _refused(setting, path, problem)
-        _require_random(setting, path, keys[-1])
-    if not keys:
-        raise _refused(setting, path, "has 0 bytes")
+    words = content.split()
+    for number, word in enumerate(words or [b""], start=1):
+        if not _ENCRYPTION_KEY.fullmatch(word):
+            raise _refused(setting, path, f"is not 64 hexadecimal digits (key {number})")
+    keys = [bytes.fromhex(word.decode()) for word in words]
+    for key in keys:
+        _require_random(setting, path, key)
     return keys
 
 

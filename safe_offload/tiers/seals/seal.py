@@ -15,7 +15,6 @@ import asyncio
 import functools
 import hmac
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar
@@ -66,51 +65,64 @@ class Digest(Protocol):
         """Return the digest of the bytes so far."""
 
 
-class Seal(ABC):
+class Seal:
     """Makes the header of an object, and judges an object by it; any thread may use it.
+
+    Args:
+        key: random bytes (keys.py) that sign headers; none if empty.
 
     Attributes:
         version: of its headers.
         facts: added to those of a namespace. They reveal no more of a key than any object.
     """
 
-    version: int
-    facts: Mapping[str, str] = {}
+    def __init__(self, key: bytes = b"") -> None:
+        self._key = key
+        self.version = SEALED_VERSION if key else FORMAT_VERSION
+        self.facts: Mapping[str, str] = {}
+        if key:
+            fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")[:_FINGERPRINT_BYTES]
+            self.facts = {FACT: f"hmac-sha256 blake3, key {fingerprint.hex()}"}
 
-    @abstractmethod
+    def header(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
+        """Return the header of an object, HEADER_BYTES long; `buffers` are its bytes."""
+        return self._header(name, *self._digest(buffers))
+
     def seal(self, name: Name, buffers: Buffers, room: Room = new_room) -> tuple[bytes, Buffers]:
         """Return an object as it is stored: its header, and its bytes.
 
         These are `buffers` themselves, or made of them in memory that `room` returns.
         """
+        return self.header(name, buffers), buffers
 
-    @abstractmethod
     def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
         """Judge an object by the header and bytes that were read: see `naming.compare`.
 
         If it is DONE, `buffers` contain what was sealed; else they may contain anything.
         """
+        return self.examine(found, name, buffers)[1]
 
-    @abstractmethod
     def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
         """Return the number of bytes of an object, and what `judge` would say; nothing is changed.
 
         `found` is a header of this version.
         """
+        length_bytes, digest = self._digest(pieces)
+        return length_bytes, naming.compare(found, self._header(name, length_bytes, digest), name)
 
     async def seal_async(self, name: Name, buffers: Buffers) -> tuple[bytes, Buffers]:
-        """Seal an object, on another thread if that relieves the loop.
+        """Seal an object, on another thread if that takes long.
 
         When this returns or raises, nothing reads the buffers any more, except the caller.
         """
-        return self.seal(name, buffers)
+        return await self._off_loop(buffers, self.seal, name, buffers)
 
     def begin_digest(self) -> Digest | None:
         """Return a digest to update while the bytes of an object are in the processor's cache.
 
-        None with a key: these digests take longer, and are made when all bytes are there.
+        None with a key: that takes longer, and is done on another thread.
         """
-        return None
+        return None if self._key else self._new_digest()
 
     async def judge_async(
         self,
@@ -123,7 +135,10 @@ class Seal(ABC):
 
         `digest`: of the bytes, if it was made while they arrived.
         """
-        return self.judge(found, name, buffers)
+        if digest is not None:
+            length_bytes = sum(buffer.nbytes for buffer in buffers)
+            return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
+        return await self._off_loop(buffers, self.judge, found, name, buffers)
 
     def closed_description(self, namespace: bytes, text: bytes) -> bytes:
         """Return the description of a namespace as it is stored beside its objects."""
@@ -156,65 +171,6 @@ class Seal(ABC):
         if says_bytes != length_bytes:
             return f"it has {length_bytes} bytes, its header says {says_bytes}"
         return "its seal is wrong" if naming.is_sealed(found) else "its checksum is wrong"
-
-
-def judge_open_part(found: bytes, name: Name, length_bytes: int, version: int) -> Result:
-    """Judge what anyone can see of the header of a sealed object."""
-    expected = naming.header(name, length_bytes, 0, version=version)
-    return naming.compare(found[:-KEYED_BYTES], expected[:-KEYED_BYTES], name)
-
-
-class DigestSeal(Seal):
-    """Headers with the digest of the bytes, signed if there is a key.
-
-    Args:
-        key: random bytes (keys.py); none if empty.
-    """
-
-    def __init__(self, key: bytes = b"") -> None:
-        self._key = key
-        self.version = SEALED_VERSION if key else FORMAT_VERSION
-        if key:
-            fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")[:_FINGERPRINT_BYTES]
-            self.facts = {FACT: f"hmac-sha256 blake3, key {fingerprint.hex()}"}
-
-    def header(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
-        """Return the header of an object, HEADER_BYTES long; `buffers` are its bytes."""
-        return self._header(name, *self._digest(buffers))
-
-    def seal(self, name: Name, buffers: Buffers, room: Room = new_room) -> tuple[bytes, Buffers]:
-        """See `Seal.seal`."""
-        return self.header(name, buffers), buffers
-
-    def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
-        """See `Seal.judge`."""
-        return self.examine(found, name, buffers)[1]
-
-    def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
-        """See `Seal.examine`."""
-        length_bytes, digest = self._digest(pieces)
-        return length_bytes, naming.compare(found, self._header(name, length_bytes, digest), name)
-
-    async def seal_async(self, name: Name, buffers: Buffers) -> tuple[bytes, Buffers]:
-        """See `Seal.seal_async`."""
-        return await self._off_loop(buffers, self.seal, name, buffers)
-
-    def begin_digest(self) -> Digest | None:
-        """See `Seal.begin_digest`."""
-        return None if self._key else self._new_digest()
-
-    async def judge_async(
-        self,
-        found: bytes,
-        name: Name,
-        buffers: Sequence[memoryview],
-        digest: Digest | None = None,
-    ) -> Result:
-        """See `Seal.judge_async`."""
-        if digest is not None:
-            length_bytes = sum(buffer.nbytes for buffer in buffers)
-            return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
-        return await self._off_loop(buffers, self.judge, found, name, buffers)
 
     def _digest(self, pieces: Iterable[memoryview]) -> tuple[int, bytes]:
         state = self._new_digest()
@@ -254,7 +210,13 @@ class DigestSeal(Seal):
             raise
 
 
-PLAIN: Final = DigestSeal()
+def judge_open_part(found: bytes, name: Name, length_bytes: int, version: int) -> Result:
+    """Judge what anyone can see of the header of a sealed object."""
+    expected = naming.header(name, length_bytes, 0, version=version)
+    return naming.compare(found[:-KEYED_BYTES], expected[:-KEYED_BYTES], name)
+
+
+PLAIN: Final = Seal()
 
 
 def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:

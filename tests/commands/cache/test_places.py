@@ -8,7 +8,7 @@ from safe_offload.tiers import store
 from safe_offload.tiers.files import file_store
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, namespace_folder
 from safe_offload.tiers.objects import bucket_store
-from safe_offload.tiers.seals.seal import DigestSeal
+from safe_offload.tiers.seals.seal import Seal
 from safe_offload.tiers.valkey import valkey_store
 from tests.commands.cache.calls import (
     AFTER_RESET,
@@ -158,7 +158,7 @@ def check_found(call: Call, rig: Rig, problem: str) -> None:
 
 
 def test_sealed_objects_are_checked_with_their_key_only(call, rig, tmp_path):
-    seal, space = DigestSeal(KEY), bytes(16)
+    seal, space = Seal(KEY), bytes(16)
     rig.write(rig.description(space), described(space, seal))
     for n in range(4):
         rig.write(rig.name(n, space), value_of(name_of(n, space=space), seal))

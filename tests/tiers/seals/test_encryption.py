@@ -21,7 +21,7 @@ from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seals import encryption as encryption_module
 from safe_offload.tiers.seals.encryption import Encryption
 from safe_offload.tiers.seals.keys import open_seal
-from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, DigestSeal
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal
 from tests.tiers.contract import (
     ENCRYPTION,
     KEY,
@@ -132,7 +132,7 @@ def test_an_object_that_somebody_has_edited_is_refused(edits, longer):
     assert (judged(stored) is Result.DONE) == (stored == good)
 
 
-@pytest.mark.parametrize("seal", [PLAIN, DigestSeal(KEY), OTHER])
+@pytest.mark.parametrize("seal", [PLAIN, Seal(KEY), OTHER])
 async def test_a_planted_object_is_a_miss_and_is_written_over(seal, tmp_path, caplog):
     """A plain one too, so that nobody without the key says what an engine reads."""
     tier = tier_at(TierConfig.at(f"file://{tmp_path}/tier"), seal=ENCRYPTION)
@@ -220,11 +220,11 @@ async def test_keys_are_rotated_under_load(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "has 0 bytes"),
-        (KEY[:31].hex().encode(), r"has 31 bytes \(key 1\); expected 32"),
-        (f"{KEY.hex()}\n{KEY.hex()}00\n".encode(), r"has 33 bytes \(key 2\); expected 32"),
-        (KEY, r"is not hexadecimal \(key 1\)"),
-        (b"correct horse battery staple", r"is not hexadecimal \(key 1\)"),
+        (b"", r"is not 64 hexadecimal digits \(key 1\)"),
+        (KEY[:31].hex().encode(), r"is not 64 hexadecimal digits \(key 1\)"),
+        (f"{KEY.hex()}\n{KEY.hex()}00\n".encode(), r"is not 64 hexadecimal digits \(key 2\)"),
+        (KEY, r"is not 64 hexadecimal digits \(key 1\)"),
+        (b"correct horse battery staple", r"is not 64 hexadecimal digits \(key 1\)"),
         (bytes(32).hex().encode(), "is not random: it has 1 different bytes"),
         (KEY.hex().encode() * 100, "is longer than 4096 bytes"),
     ],
@@ -262,7 +262,7 @@ def test_a_description_is_read_with_the_key_only():
     assert len(stored) < naming.DESCRIPTION_BYTES_MAX
     assert ENCRYPTION.opened_description(SPACE, stored) == text
     assert naming.facts_of(stored) == {}
-    for seal in (PLAIN, DigestSeal(KEY), OTHER):
+    for seal in (PLAIN, Seal(KEY), OTHER):
         assert seal.opened_description(SPACE, stored) == stored
     assert ENCRYPTION.opened_description(bytes(16), stored) == stored, "of another namespace"
     for plain in (text, b"", b"x"):
@@ -279,8 +279,8 @@ PLAIN_ONE = sealed_by(PLAIN, NAME, (memoryview(bytearray(100)),))
         (GOOD, ENCRYPTION, ""),
         (GOOD, OTHER, NOT_CHECKED),
         (GOOD, PLAIN, NOT_CHECKED),
-        (GOOD, DigestSeal(KEY), NOT_CHECKED),
-        (sealed_by(DigestSeal(KEY), NAME, ()), ENCRYPTION, NOT_CHECKED),
+        (GOOD, Seal(KEY), NOT_CHECKED),
+        (sealed_by(Seal(KEY), NAME, ()), ENCRYPTION, NOT_CHECKED),
         (PLAIN_ONE, ENCRYPTION, "it has no header of this version"),
         (GOOD[:-1] + b"x", ENCRYPTION, "its seal is wrong"),
         (GOOD[:-1] + b"x", PLAIN, NOT_CHECKED),

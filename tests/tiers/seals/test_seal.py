@@ -32,7 +32,7 @@ from safe_offload.tiers.naming import (
 from safe_offload.tiers.seals import keys as keys_module
 from safe_offload.tiers.seals import seal as seal_module
 from safe_offload.tiers.seals.keys import open_seal
-from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, DigestSeal, Seal, seal_of
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal, seal_of
 from tests.tiers.contract import (
     PATIENCE_S,
     bytes_of,
@@ -48,7 +48,7 @@ from tests.tiers.files.test_file_tier import FilesContract
 from tests.valkey_server import Server
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
-SEAL, OTHER = DigestSeal(KEY), DigestSeal(OTHER_KEY)
+SEAL, OTHER = Seal(KEY), Seal(OTHER_KEY)
 LARGE_BYTES = 2 << 20
 NAME = name_of(1)
 
@@ -259,7 +259,7 @@ BYTES = b"\n" + random.Random(0).randbytes(31) + b" "
 def test_a_key_is_read_without_the_white_space_around_text(tmp_path, content, key):
     path = tmp_path / "key"
     path.write_bytes(content)
-    assert open_seal(config_of(path)).facts == DigestSeal(key).facts
+    assert open_seal(config_of(path)).facts == Seal(key).facts
 
 
 def test_without_a_file_there_is_no_key():
