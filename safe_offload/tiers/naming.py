@@ -17,7 +17,6 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from safe_offload.config.units import KIB
@@ -165,28 +164,6 @@ def length_of(found: bytes) -> int:
 def is_sealed(found: bytes) -> bool:
     """Return whether an object was signed or encrypted with a key, by its header."""
     return version_of(found) in (SEALED_VERSION, ENCRYPTED_VERSION)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The fields of a header: the object, and the length of its bytes without the header."""
-
-    name: Name
-    length_bytes: int
-    digest: int
-
-    @classmethod
-    def read(cls, found: bytes) -> Header | None:
-        """Return the fields of a header; None if it is none, or of another version."""
-        if len(found) < HEADER_BYTES:
-            return None
-        magic, version, group_idx, ns_bytes, key_bytes, length, digest = _FIELDS.unpack_from(found)
-        if magic != _MAGIC or version != FORMAT_VERSION:
-            return None
-        key_at = _FIELDS.size + ns_bytes
-        name = Name(found[_FIELDS.size : key_at], group_idx, found[key_at : key_at + key_bytes])
-        read = cls(name, length, digest)
-        return read if header(name, length, digest) == found[:HEADER_BYTES] else None
 
 
 def compare(found: bytes, expected: bytes, name: Name) -> Result:

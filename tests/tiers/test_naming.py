@@ -8,15 +8,16 @@ from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.naming import (
     HEADER_BYTES,
     NAMESPACE_BYTES,
-    Header,
     compare,
     description,
     facts_of,
     header,
+    length_of,
     name_of,
     namespace,
     namespace_folder,
     path_of,
+    version_of,
 )
 from safe_offload.tiers.seals.seal import PLAIN
 
@@ -26,9 +27,7 @@ NAME = Name(namespace(FACTS), 258, bytes(range(32)))
 
 def checksum(buffers: list[memoryview]) -> int:
     """Of the bytes of an object, as its header has it."""
-    found = Header.read(PLAIN.header(NAME, buffers))
-    assert found is not None
-    return found.digest
+    return int.from_bytes(PLAIN.header(NAME, buffers)[24:32], "little")
 
 
 @pytest.mark.parametrize(
@@ -93,17 +92,16 @@ def test_what_no_object_is_called_has_no_name(folder, file):
     assert name_of(folder, file) is None
 
 
-def test_a_header_can_be_read_back_and_with_a_flipped_bit_is_none_or_another():
+def test_a_header_with_a_flipped_bit_is_another():
     written = header(NAME, 5, 6)
     assert len(written) == HEADER_BYTES
-    assert Header.read(written) == Header(NAME, 5, 6)
+    assert (version_of(written), length_of(written)) == (1, 5)
+    assert version_of(written[:-1]) == 0
     assert compare(written, header(NAME, 5, 6), NAME) is Result.DONE
     for bit in range(HEADER_BYTES * 8):
         bad = bytearray(written)
         bad[bit // 8] ^= 1 << bit % 8
         assert compare(bytes(bad), header(NAME, 5, 6), NAME) in (Result.CORRUPT, Result.FOREIGN)
-        assert Header.read(bytes(bad)) != Header(NAME, 5, 6)
-    assert Header.read(written[:-1]) is None
 
 
 def test_a_checksum_goes_by_the_bytes_and_not_by_their_buffers():

@@ -120,7 +120,7 @@ class Place:
         try:
             pieces = self.pieces(item)
             found = next(pieces, b"")
-            if not naming.is_sealed(found) and naming.Header.read(found) is None:
+            if not naming.version_of(found):
                 return "it has no header of this version"
             if item.name is None:
                 return "its header names another object"
