@@ -14,7 +14,7 @@ Source: NIST SP 800-38D; RFC 5869.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cryptography.exceptions import InvalidTag
@@ -72,9 +72,11 @@ class Encryption(Seal):
     def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
         """See `Seal.judge`."""
         if (decryptor := self._decryptor(found)) is not None:
-            for piece in _pieces(buffers):
-                # The library leaves open what becomes of memory that is source and target.
-                decryptor.update_into(bytes(piece), piece)
+            for buffer in buffers:
+                for start in range(0, buffer.nbytes, _PIECE_BYTES):
+                    piece = buffer[start : start + _PIECE_BYTES]
+                    # The library leaves open what becomes of memory that is source and target.
+                    decryptor.update_into(bytes(piece), piece)
         return _verdict(decryptor, found, name, sum(buffer.nbytes for buffer in buffers))
 
     def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
@@ -100,12 +102,10 @@ class Encryption(Seal):
 
     def _decryptor(self, found: bytes) -> AEADDecryptionContext | None:
         """Return a decryptor of the bytes after a header; None without their key."""
-        key_id, salt = (
-            found[-KEYED_BYTES:][:_ID_BYTES],
-            found[-_SALT_BYTES - _TAG_BYTES : -_TAG_BYTES],
-        )
-        if (key := self._keys.get(key_id)) is None:
+        key_and_salt = found[-KEYED_BYTES:-_TAG_BYTES]
+        if (key := self._keys.get(key_and_salt[:_ID_BYTES])) is None:
             return None
+        salt = key_and_salt[_ID_BYTES:]
         decryptor = Cipher(AES256(_derived(key, salt, b"object")), GCM(_NONCE)).decryptor()
         decryptor.authenticate_additional_data(found[:-_TAG_BYTES])
         return decryptor
@@ -133,9 +133,3 @@ def _derived(key: bytes, salt: bytes | None, purpose: bytes) -> bytes:
 
 def _description_of(namespace: bytes) -> Name:
     return Name(namespace, 0, DESCRIPTION_FILE.encode())
-
-
-def _pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    for buffer in buffers:
-        for start in range(0, buffer.nbytes, _PIECE_BYTES):
-            yield buffer[start : start + _PIECE_BYTES]
