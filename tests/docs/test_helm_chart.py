@@ -42,6 +42,7 @@ VALUES: dict[str, dict[str, Any]] = {
         },
         "doctor": {"tiers": True},
     },
+    "encrypted": {"tiers": {"secretName": SECRET, "encrypt": True, "bucket": {"enabled": True}}},
     "everything-else": {
         "args": ["--served-model-name=it's", "--enforce-eager"],
         "extraConfig": {"min_load_tokens": 0, "kv_hints": True, "pin_share": 0.5, "verify": "off"},
@@ -207,6 +208,16 @@ def test_the_nearest_tier_comes_first_and_all_are_sealed(rendered):
     ]
     assert "emptyDir" in volumes[mounted[tiers[0].location.path]]
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+
+
+@needs_helm
+def test_an_encrypted_tier_has_its_keys_from_the_secret(rendered):
+    pod, container = pod_of(rendered["encrypted"]), container_of(rendered["encrypted"])
+    (tier,) = transfer_config(container["args"])["kv_connector_extra_config"]["tiers"]
+    assert tier["encryption_key_file"] == "/etc/kv-cache/encryption.keys"
+    assert "hmac_key_file" not in tier
+    (volume,) = (each for each in pod["volumes"] if each["name"] == "kv-cache")
+    assert [item["path"] for item in volume["secret"]["items"]] == ["encryption.keys"]
 
 
 @needs_helm

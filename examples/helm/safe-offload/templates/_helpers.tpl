@@ -68,7 +68,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- if .secretName -}}
 {{- range $tiers -}}
+{{- if $.Values.tiers.encrypt -}}
+{{- $_ := set . "encryption_key_file" "/etc/kv-cache/encryption.keys" -}}
+{{- else -}}
 {{- $_ := set . "hmac_key_file" "/etc/kv-cache/hmac.key" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
