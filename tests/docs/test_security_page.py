@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
@@ -25,7 +24,6 @@ from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.seals.seal import PLAIN
 from safe_offload.tiers.valkey import commands
 from safe_offload.tiers.valkey.commands import allowing
-from tests.kubernetes_api import VERSIONS, check
 from tests.tiers.contract import filled, name_of, slot_of, tier_at
 from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary
 
@@ -272,9 +270,3 @@ def test_the_policy_of_a_bucket_allows_what_is_needed_and_no_more():
         "arn:aws:s3:::my-kv-cache/*": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"],
         "arn:aws:s3:::my-kv-cache": "s3:ListBucket",
     }
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_policy_of_the_network_is_one(version):
-    (manifest,) = blocks("yaml")
-    check(yaml.safe_load(manifest), version)
