@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import engine_config, media_ids, specs
+from safe_offload.compat.step_loads import may_load_in_step
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import make_events
@@ -93,6 +94,9 @@ class Composition:
             # Data-parallel engines that go in step with one another wait for each other's steps.
             waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             may_refuse=not config.tiers,  # which want all
+            may_load_in_step=may_load_in_step(
+                vllm_config, kv_cache_config, config, is_plain=self._hits.geometry.is_plain
+            ),
         )
 
     def make_planner(self, gpu: GpuBlocks) -> Planner:

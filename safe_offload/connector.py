@@ -28,6 +28,7 @@ from safe_offload.compat.base import (
 from safe_offload.compat.engine_core.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.compat.engine_core.pauses import REPORTED, skip_pauses
 from safe_offload.compat.engine_core.resets import allow_resets_under_loads
+from safe_offload.compat.step_loads import preempt_failed
 from safe_offload.compose import Composition
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError
@@ -128,6 +129,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             watch()
             allow_resets_under_loads()
             skip_pauses()
+            preempt_failed()
         else:
             self.side = self.worker = self._make_worker()
         self._does_more = self._is_watched or self._is_beside_worker
@@ -220,7 +222,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_tokens = self.scheduler.get_num_new_matched_tokens(
             request, num_computed_tokens, self._clock()
         )
-        return num_tokens, bool(num_tokens)
+        return num_tokens, bool(num_tokens) and not self.scheduler.loads_in_step(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -378,7 +380,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous; a request is not scheduled before its load ends."""
+        """Do nothing: a load in the step has been ordered before all layers (`WorkerBridge`)."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -395,6 +397,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See KVConnectorBase_V1; names failed loads only (see `scheduler.loads`)."""
         failed = set(self.worker.get_transfer_results())
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
+
+    @contained(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See KVConnectorBase_V1; blocks of loads in the step only."""
+        return self.worker.take_unloaded()
 
     @contained(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

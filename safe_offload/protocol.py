@@ -178,6 +178,9 @@ class StepPlan(KVConnectorMetadata):
         fetches: tiers to host.
         spills: host to tiers.
         is_idle: no computing step is in flight, so the workers may wait briefly for transfers.
+        loads_in_step: host to GPU, into blocks that the forward of this step reads.
+        unloaded: blocks that it reads although no load of them could be planned; every rank reports
+            them to vLLM.
     """
 
     loads: tuple[Transfer, ...] = ()
@@ -189,6 +192,8 @@ class StepPlan(KVConnectorMetadata):
     fetches: tuple[TierTransfer, ...] = ()
     spills: tuple[TierTransfer, ...] = ()
     is_idle: bool = False
+    loads_in_step: tuple[Transfer, ...] = ()
+    unloaded: tuple[int, ...] = ()
 
 
 EMPTY_PLAN = StepPlan()

@@ -55,6 +55,10 @@ class SchedulerSide(Side):
         """Return how many tokens more can be loaded; None if that is not known yet."""
         return 0
 
+    def loads_in_step(self, request: Any) -> bool:
+        """Return whether the hit just reported is loaded in the very step that needs it."""
+        return False
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was given blocks."""
 
@@ -115,6 +119,10 @@ class WorkerSide(Side):
 
     def wait_for_save(self) -> None:
         """The forward has been launched."""
+
+    def take_unloaded(self) -> set[int]:
+        """Return the blocks that the forward reads and that were not loaded."""
+        return set()
 
     def get_transfer_results(self) -> Collection[str]:
         """Return the requests whose load has failed."""

@@ -161,6 +161,11 @@ class OffloadConfig:
         "Recompute shorter hits instead of loading them; `auto`: recompute whenever that is "
         "expected to be faster.",
     )
+    load_in_step: bool = setting(
+        switch(),
+        True,
+        "While no request runs, load a hit in the very step that computes the rest of its prompt.",
+    )
     verify_every: int = setting(
         sampling(), "off", "Verify checksums of loaded blocks: all, or one in N.", key="verify"
     )

@@ -56,7 +56,8 @@ def settle(config: Any) -> None:
     """Give a KVTransferConfig that names us its role, and refuse what cannot be used.
 
     Our children under MultiConnector are checked here, because vLLM reads them only after loading
-    the model. Each gets the outer failure policy, which applies.
+    the model. Each gets the outer failure policy, which applies, and
+    loads ahead of steps.
 
     Raises:
         ConfigError: a setting or the role cannot be used.
@@ -87,8 +88,16 @@ def settle(config: Any) -> None:
     policy = {_POLICY_KEY: config.kv_load_failure_policy}
     config.kv_connector_extra_config = {
         **config.kv_connector_extra_config,
-        "connectors": [{**child, **policy} if is_ours(child) else child for child in children],
+        "connectors": [
+            {**child, **policy, _EXTRA_KEY: _ahead_of_steps(child)} if is_ours(child) else child
+            for child in children
+        ],
     }
+
+
+def _ahead_of_steps(child: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a child's settings without loads in steps: another may load the same request."""
+    return {**(child.get(_EXTRA_KEY) or {}), "load_in_step": False}
 
 
 def is_ours(written: Mapping[str, object]) -> bool:

@@ -19,6 +19,7 @@ Observed = dict[str, dict[int, tuple[int, float]]]
 """By histogram name and bucket index: the number of values and their sum."""
 
 _EVICTED = "Blocks evicted, by whether they were hit."
+_LOADS = "Loads started, by whether in the very step that computes the rest of the prompt."
 _HINTS = "Actions of request hints; unknown ones are ignored."
 _DROPPED_SPILLS = "Blocks not written to tiers."
 _DROPPED = "Finished request ids kept from vLLM's scheduler, which would have crashed on them."
@@ -51,6 +52,8 @@ class Count(Series, enum.ReprEnum):
     """The counters."""
 
     HIT_TOKENS = "hit_tokens", "Tokens of hits whose load started."
+    LOADS_IN_STEP = "loads", _LOADS, ("in_step", "true")
+    LOADS_AHEAD = "loads", _LOADS, ("in_step", "false")
     LOADED_TOKENS = "loaded_tokens", "Tokens of hits loaded successfully."
     SAVED_SECONDS = "saved_seconds", "Lower bound of the time to compute loaded_tokens."
     LOADED_BLOCKS = "loaded_blocks", "Blocks loaded from the host, all KV cache groups."

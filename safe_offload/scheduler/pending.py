@@ -111,6 +111,7 @@ class Load(Pending):
         first_hash, end_hash: the range of these blocks that it loads.
         has_ended: every rank has reported it, or it was dropped.
         sent_s: the time of its plan.
+        is_in_step: vLLM does not wait for it; see `loads.step_loads`.
     """
 
     transfer: Transfer
@@ -122,6 +123,7 @@ class Load(Pending):
     end_hash: int
     has_ended: bool = False
     sent_s: float | None = None
+    is_in_step: bool = False
 
     def sent(self, now_s: float | None) -> None:
         """A plan names it."""

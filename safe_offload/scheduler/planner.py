@@ -75,6 +75,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         may_refuse: the eviction policy may keep blocks from being stored.
+        may_load_in_step: see `step_loads.may_load_in_step`.
     """
 
     num_ranks: int
@@ -90,6 +91,7 @@ class PlannerOptions:
     num_steps_in_flight: int = 1
     waits_when_idle: bool = True
     may_refuse: bool = True
+    may_load_in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class Planner(SchedulerSide):
         self._on_report, self._on_settled = hooks.on_report, hooks.on_settled
         self._has_work = hooks.has_work
         self._slots = hits.slots
+        self._in_step: Request | None = None  # whose hit was reported last, if in the step
 
     def __repr__(self) -> str:
         return f"Planner({self.book!r}, {self.loads!r}, {self.stores!r})"
@@ -274,6 +277,17 @@ class Planner(SchedulerSide):
             self.loads.drop_hit(state)
         return 0
 
+    def loads_in_step(self, request: Request) -> bool:
+        """Return whether the hit just reported is loaded in the very step that needs it.
+
+        That is so while nobody else waits for this step: no request runs, and no load of another
+        one is ahead in the queue of copies.
+        """
+        is_alone = not (self.book.num_running or self.loads.is_loading)
+        is_in_step = is_alone and self.options.may_load_in_step
+        self._in_step = request if is_in_step else None
+        return is_in_step
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -294,6 +308,11 @@ class Planner(SchedulerSide):
             self.loads.compute(state)
             self.book.run(state)
             self.policy.run(state)
+        elif request is self._in_step:
+            self.loads.begin(state, blocks.blocks, num_external_tokens, is_in_step=True)
+            self.book.run(state)
+            self.policy.run(state)
+            self._in_step = None
         else:
             self.loads.begin(state, blocks.blocks, num_external_tokens)
         num_tokens = max(0, num_external_tokens)
@@ -311,13 +330,17 @@ class Planner(SchedulerSide):
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
-        state.move(Phase.WAITING)
+        self.book.preempt(state)
         self.policy.preempt(state)
         self.stores.release_prefix(state)
 
     def announce_failure(self, request: Request) -> None:
-        """vLLM waits for a load that could not be planned: tell it to recompute."""
-        self.loads.announce_failure(self.on_new_request(request))
+        """A load could not be planned, for which vLLM waits or in its step: let it recompute."""
+        is_in_step = request is self._in_step
+        if is_in_step:
+            self.loads.name_unloaded(self.gpu.block_ids_of(request.request_id))
+        else:
+            self.loads.announce_failure(self.on_new_request(request))
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """Store what is still unstored, give up all leases but those in flight.
@@ -392,7 +415,7 @@ class Planner(SchedulerSide):
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)
-            loading = [load.owner for load in new_loads] if new_loads else ()
+            loading = [load.owner for load in new_loads if not load.is_in_step] if new_loads else ()
             self.policy.find(scheduler_output, self.book, loading)
         before, after, fences = self.stores.plan(self._early_written, scheduler_output)
         if self.tiers is not None and now_s > self.tiers.due_s and not self._is_disabled:
@@ -403,13 +426,15 @@ class Planner(SchedulerSide):
             or fences
             or new_loads
             or self.loads.unannounced
+            or self.loads.unloaded
             or messages is not NO_MESSAGES
         ):
             plan = IDLE_PLAN if is_idle else EMPTY_PLAN
         else:
             loads = self.loads.new_transfers()
             failures = self.loads.failures
-            plan = StepPlan(loads, before, after, fences, failures, *messages, is_idle)
+            in_step = self.loads.take_in_step()
+            plan = StepPlan(loads, before, after, fences, failures, *messages, is_idle, *in_step)
             self.stores.sent()
             self.loads.sent(now_s)
             if messages is not NO_MESSAGES and self.tiers is not None:
@@ -418,6 +443,8 @@ class Planner(SchedulerSide):
         if self._on_step_planned:
             for feature in self._on_step_planned:
                 feature.on_step_planned()
+        if plan.loads_in_step or plan.unloaded:
+            self.loads.planned()
         return plan
 
     def _is_idle(self, scheduler_output: SchedulerOutput) -> bool:
@@ -470,8 +497,10 @@ class Planner(SchedulerSide):
 
     def plan_nothing(self) -> StepPlan:
         """Return the plan of a step whose planning failed, after `disable`: what has failed."""
-        plan = StepPlan(failures=self.loads.failures)
+        _, unloaded = self.loads.take_in_step()
+        plan = StepPlan(failures=self.loads.failures, unloaded=unloaded)
         self.loads.sent()
+        self.loads.planned()
         return plan
 
     # ---- the workers have reported -------------------------------------------------------------
@@ -479,8 +508,9 @@ class Planner(SchedulerSide):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
-            # Another connector's load failed: what was computed from it since is garbage too, and
-            # vLLM goes on finding some of it (0.33: what requests share, or leave at an abort).
+            # A load in a step failed, this connector's or another's: what was computed from it
+            # since is garbage too, and vLLM goes on finding some of it (0.33: what requests share,
+            # or leave at an abort).
             self.stores.fail_all()
             self._pass_over()
             self.gpu.forget_hashes(spoilt_block_ids(self._in_flight, output.invalid_block_ids))
@@ -512,7 +542,9 @@ class Planner(SchedulerSide):
         received = output.finished_recving = {*(output.finished_recving or ())}
         for load in complete:
             if isinstance(load, Load):
-                if load.failure is None:
+                if load.failure is None and load.is_in_step and load.owner.prefix is not None:
+                    load.lease.release()  # its request runs, and leases its prefix
+                elif load.failure is None:
                     self.stores.load_landed(load.owner, load.lease)
                 if self.loads.settle(load):  # nothing may fail from here to the next line
                     received.add(load.owner.request.request_id)

@@ -291,9 +291,9 @@ class RequestState:
 class RequestBook:
     """All requests of vLLM that a hook has named.
 
-    Its state: the requests by id, the ids of `finished` ones (read only outside), the order in
-    which these are checked and the number of new ones since the last plan, the requests that
-    another connector may load for, and a count for the log.
+    Its state: the requests by id, the ids of `finished` ones and the number of running ones (both
+    read only outside), the order in which the finished are checked and the number of new ones since
+    the last plan, the requests that another connector may load for, and a count for the log.
 
     Bound: the requests that vLLM has, and ended ones whose blocks or loads are still held.
 
@@ -308,6 +308,7 @@ class RequestBook:
         self.get = self._states.get
         """Returns the state of a request id, if any hook has named it."""
         self.finished: set[str] = set()
+        self.num_running = 0
         self._held: deque[RequestState] = deque()
         self._num_ended = 0
         self._perhaps_brought = RequestQueue()
@@ -351,11 +352,18 @@ class RequestBook:
     def run(self, state: RequestState) -> None:
         """A request has its blocks: it counts as running, whichever connector fills them."""
         state.move(Phase.RUNNING)
+        self.num_running += 1
         if state.request.kv_transfer_params is not None:  # else none brings it from elsewhere
             self._perhaps_brought.add(state)
 
+    def preempt(self, state: RequestState) -> None:
+        """vLLM took a running request's blocks away."""
+        state.move(Phase.WAITING)
+        self.num_running -= 1
+
     def finish(self, state: RequestState) -> None:
         """A request has ended."""
+        self.num_running -= state.phase is Phase.RUNNING
         state.close()
         self.finished.add(state.request.request_id)
         self._held.appendleft(state)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,7 @@ class WorkerBridge(WorkerSide):
         self._bad_slots: list[BadSlots] = []
         self._presences: list[Presence] = []
         self._failures: tuple[str, ...] = ()
+        self._unloaded: set[int] = set()  # blocks that the forward of this step reads
         self._is_lost = False
         # What has been reported.
         self._reported_num_slots = 0
@@ -230,6 +231,10 @@ class WorkerBridge(WorkerSide):
 
     def bind_connector_metadata(self, plan: StepPlan) -> None:
         """Take the plan of a step; cancel transfers of the last step that no hook has started."""
+        # Before anything may fail: whatever does, no block that was not loaded counts as loaded.
+        self._unloaded.update(plan.unloaded)
+        for transfer in plan.loads_in_step:
+            self._unloaded.update(transfer.block_ids)
         if self._idle_timing is not None:
             self._end_idle_timing()
         self._cancel_unstarted()
@@ -238,8 +243,8 @@ class WorkerBridge(WorkerSide):
         self._loads, self._stores = plan.loads, plan.stores_after_forward
         if stores := plan.stores_before_forward + plan.stores_after_forward:
             self._last_store_id = stores[-1].transfer_id
-        if plan.loads and self.opened is not None:
-            self._mark_loads(self.opened)
+        if plan.loads or plan.loads_in_step:
+            self._mark_loads(plan.loads_in_step)
         self._failures += plan.failures
         if plan.probes or plan.fetches or plan.spills:
             self._ask_tiers(plan)
@@ -250,6 +255,11 @@ class WorkerBridge(WorkerSide):
         for transfer in loads:
             self._submit(Direction.LOAD, transfer, self._loads_mark)
         self._loads_mark = None
+
+    def take_unloaded(self) -> set[int]:
+        """Return the blocks that the forward of this step reads and that were not loaded."""
+        unloaded, self._unloaded = self._unloaded, set()
+        return unloaded
 
     def wait_for_save(self) -> None:
         """Start the stores after the forward pass, which has been issued."""
@@ -397,19 +407,25 @@ class WorkerBridge(WorkerSide):
         if slot_ids := opened.transfers.take_bad_slots():
             self._bad_slots.append(BadSlots(self._rank, slot_ids))
 
-    def _mark_loads(self, opened: Opened) -> None:
+    def _mark_loads(self, loads_in_step: Sequence[Transfer]) -> None:
         """Let the loads of this step wait for the work issued to the compute stream so far.
 
         Only that may still use their blocks: earlier steps, fences, vLLM's zeroing. The next
-        forward pass does not, so the loads run concurrently with it.
+        forward pass does not, so the loads run concurrently with it, except those in the step.
         """
+        if self.opened is None:
+            for transfer in loads_in_step:
+                self._fail(transfer, FailureReason.NOT_RUNNING)
+            return
         try:
-            self._loads_mark = opened.transfers.mark()
+            self._loads_mark = self.opened.transfers.mark()
         except Exception:
             logger.exception("The loads of a step could not be queued")
-            for transfer in self._loads:
+            for transfer in (*loads_in_step, *self._loads):
                 self._fail(transfer, FailureReason.COPY_FAILED)
-            self._loads = ()
+            self._loads = loads_in_step = ()
+        for transfer in loads_in_step:
+            self._load_now(self.opened, transfer)
         if self._loads_mark is None:  # without streams it has ended, and the forward takes long
             self.start_load_kv()
 
@@ -431,6 +447,21 @@ class WorkerBridge(WorkerSide):
         except Exception:
             logger.exception("Transfer %d could not be queued", transfer.transfer_id)
             self._fail(transfer, FailureReason.COPY_FAILED)
+
+    def _load_now(self, opened: Opened, transfer: Transfer) -> None:
+        """Load blocks that the forward of this step reads, before it."""
+        if self._is_asleep:
+            self._fail(transfer, FailureReason.CANCELLED)
+            return
+        try:
+            is_certain = opened.transfers.load_now(transfer, self._loads_mark)
+        except Exception:
+            logger.exception("Transfer %d could not be queued", transfer.transfer_id)
+            self._fail(transfer, FailureReason.COPY_FAILED)
+            return
+        self._running[transfer.transfer_id] = Direction.LOAD
+        if is_certain:
+            self._unloaded.difference_update(transfer.block_ids)
 
     def _fail(self, transfer: Transfer, reason: FailureReason) -> None:
         self._outcomes.append(Outcome(self._rank, transfer.transfer_id, reason))

@@ -166,6 +166,33 @@ class Transfers:
 
     def submit(self, direction: Direction, transfer: Transfer, mark: Any = None) -> None:
         """Queue a transfer after what the compute stream had been given at a mark; None: so far."""
+        pending = self._add(direction, transfer, self.mark() if mark is None else mark)
+        self._loop.call(self._spawn, pending)
+
+    def load_now(self, transfer: Transfer, mark: Any) -> bool:
+        """Load before everything that vLLM does next; return whether that is certain.
+
+        Skips the queue, needs no loop, and tries the next copy path when one fails.
+        """
+        pending = self._add(Direction.LOAD, transfer, mark)
+        is_certain, has_next_path = False, True
+        while has_next_path:
+            num_demotions = self._backend.num_demotions
+            try:
+                pending.completion = self._backend.issue(pending.copy, pending.mark)
+                is_certain = self._backend.join(pending.completion)
+            except Exception as error:
+                logger.warning("Transfer %d failed: %s", transfer.transfer_id, error)
+            has_next_path = not is_certain and self._backend.num_demotions > num_demotions
+        pending.is_poisoned = not is_certain
+        if pending.completion is None:
+            self._settle(pending, FailureReason.COPY_FAILED)
+        else:
+            pending.decided.set()
+            self._loop.call(self._spawn, pending)
+        return is_certain
+
+    def _add(self, direction: Direction, transfer: Transfer, mark: Any) -> PendingTransfer:
         copy = Copy(
             direction,
             np.array(transfer.block_ids, dtype=np.int64),
@@ -173,10 +200,10 @@ class Transfers:
         )
         size_bytes = len(transfer.block_ids) * self._backend.slot_bytes
         assert transfer.transfer_id not in self._pending
-        mark, now_s = self.mark() if mark is None else mark, self._loop.now_s()
+        now_s = self._loop.now_s()
         pending = PendingTransfer(transfer.transfer_id, copy, mark, Turn(size_bytes), now_s)
         self._pending[transfer.transfer_id] = pending
-        self._loop.call(self._spawn, pending)
+        return pending
 
     def fence(self, transfer_ids: tuple[int, ...]) -> None:
         """Order what vLLM does next after the reads of these stores, or give a late store up."""
@@ -291,12 +318,16 @@ class Transfers:
         failure: FailureReason | None = None
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            await self._enter(pending, deadline_s)
+            completion = pending.completion  # of `load_now`
+            if completion is None:
+                await self._enter(pending, deadline_s)
             try:
-                pending.completion = self._backend.issue(pending.copy, pending.mark)
-                pending.decided.set()
+                if completion is None:
+                    completion = self._backend.issue(pending.copy, pending.mark)
+                    pending.completion = completion
+                    pending.decided.set()
                 issued_s = self._loop.now_s()
-                await self._wait_for_copy(pending, pending.completion, deadline_s)
+                await self._wait_for_copy(pending, completion, deadline_s)
                 self._record_times(pending, issued_s)
             finally:
                 self._gate_of(pending).leave(pending.turn)

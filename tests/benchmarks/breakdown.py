@@ -45,6 +45,9 @@ SPANS = (
     RETURNED := "front end, until the token is returned",
 )
 
+SPANS_IN_STEP = FRONT, MATCH, PLAN, TO_FORWARD, TO_WORKER, START, COPY, FORWARD, TOKEN, RETURNED
+"""Of a load in the step that computes the rest; the hooks before its forward count as its own."""
+
 Spans = dict[str, float]
 
 
@@ -149,20 +152,25 @@ def spans(seen: Seen) -> Spans:
         submits = {key: at_s for at_s, name, key in probe["submits"] if name == "load"}
         submit_s, end_s = min(submits.values()), max(end_s for _, _, end_s, _ in loads)
         given_s = [at_s for at_s in probe["given"] if submit_s < at_s < end_s]
-        report_s = max(at_s for at_s, keys in probe["reports"] if submits.keys() & {*keys})
+        # On a CPU no driver takes it: the copy begins when it is issued.
+        start_s = min(given_s or [begin_s for _, begin_s, *_ in loads])
         points += [
             (MATCH, _last(seen.moments, MATCHED, submit_s)),
             (PLAN, _last(seen.moments, PLANNED, submit_s)),
-            (TO_WORKER, submit_s),
-            # On a CPU no driver takes it: the copy begins when it is issued.
-            (START, min(given_s or [begin_s for _, begin_s, *_ in loads])),
-            (COPY, end_s),
-            (REPORT, report_s),
-            (SETTLE, _last(seen.moments, SETTLED, forward_s)),
         ]
+        if is_in_step := submit_s >= forward_s:
+            points += [(TO_FORWARD, forward_s)]
+        points += [(TO_WORKER, submit_s), (START, start_s)]
+        if is_in_step:
+            points += [(COPY, min(end_s, forwarded_s))]
+        else:
+            report_s = max(at_s for at_s, keys in probe["reports"] if submits.keys() & {*keys})
+            settled_s = _last(seen.moments, SETTLED, forward_s)
+            points += [(COPY, end_s), (REPORT, report_s), (SETTLE, settled_s)]
+    if TO_FORWARD not in dict(points):
+        next_s = _last(seen.moments, PLANNED, forward_s)
+        points += [(NEXT, next_s), (TO_FORWARD, forward_s)]
     points += [
-        (NEXT, _last(seen.moments, PLANNED, forward_s)),
-        (TO_FORWARD, forward_s),
         (FORWARD, min(forwarded_s, seen.scheduler_token_s)),
         (TOKEN, seen.scheduler_token_s),
         (RETURNED, seen.returned_s),

@@ -79,6 +79,9 @@ class Recorder:
         ) -> None:
             self.submits.append((begin_s, direction.value, it.transfer_id))
 
+        def loaded(begin_s: float, _none: Any, _self: Any, it: Any, *_: Any) -> None:
+            self.submits.append((begin_s, "load", it.transfer_id))
+
         def issued(begin_s: float, completion: Any, backend: Any, copy: Any, _after: Any) -> None:
             size_bytes = len(copy.block_ids) * backend.slot_bytes
 
@@ -96,6 +99,7 @@ class Recorder:
             self.given.append(time.monotonic())
 
         _record_calls(Transfers, "submit", submitted)
+        _record_calls(Transfers, "load_now", loaded)
         _record_calls(Driver, "copy_batch", given)
         _record_calls(Driver, "copy_each", given)
         _record_calls(Device, "launch", given)

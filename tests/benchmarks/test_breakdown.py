@@ -13,7 +13,7 @@ from safe_offload.worker.copies.driver import Driver
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.transfers import Transfers
 from tests.benchmarks import engine_watch
-from tests.benchmarks.breakdown import SPANS, Load, Seen, load_of, spans
+from tests.benchmarks.breakdown import SPANS, SPANS_IN_STEP, Load, Seen, load_of, spans
 from tests.benchmarks.copy_rigs import Case, Traffic
 from tests.benchmarks.engine_watch import MATCHED, PLANNED, SETTLED, Recorder, WorkerProbe
 from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
@@ -21,6 +21,7 @@ from tests.worker.test_bridge import SLOT_BYTES, Worker
 
 WATCHED = (
     (Transfers, "submit"),
+    (Transfers, "load_now"),
     (CpuBackend, "issue"),
     (GpuBackend, "issue"),
     (WorkerBridge, "report_settled"),
@@ -56,6 +57,15 @@ def test_the_spans_of_a_hit_add_up_also_where_the_next_step_begins_before_the_to
     ]
     assert sum(found.values()) == 15.0
     assert load_of(seen(*steps)) == Load(size_bytes=1, num_steps=2)
+
+
+def test_a_load_in_the_step_has_no_report_to_wait_for_and_no_next_step():
+    step = [2.5, 11.0, 5]
+    found = spans(seen(step))
+    assert [*found] == [s for s in SPANS_IN_STEP if s in SPANS]
+    assert [*found.values()] == [1.0, 0.5, 0.5, 0.5, 0.5, 2.0, 1.0, 5.0, 3.0, 1.0]
+    assert sum(found.values()) == 15.0
+    assert load_of(seen(step)) == Load(size_bytes=1, num_steps=0)
 
 
 def test_what_is_computed_in_several_steps_has_no_spans():

@@ -58,7 +58,8 @@ def test_a_child_is_told_the_policy_that_counts_and_the_users_mapping_is_left_al
     written = multi(child, OTHER, kv_load_failure_policy=policy)
     config = settled(**written)
     ours, other = config.kv_connector_extra_config["connectors"]
-    assert ours == {**OURS, "kv_load_failure_policy": policy}
+    ahead = {"kv_connector_extra_config": {"load_in_step": False}}
+    assert ours == {**OURS, **ahead, "kv_load_failure_policy": policy}
     assert other == OTHER
     assert written == multi(child, OTHER, kv_load_failure_policy=policy)
 

@@ -67,19 +67,17 @@ class Spoiler:
         from safe_offload.worker.copies.base import Direction
         from safe_offload.worker.transfers import Transfers
 
-        submit = Transfers.submit
+        add = Transfers._add
 
-        def spoil(
-            self: Transfers, direction: Direction, transfer: Transfer, mark: Any = None
-        ) -> None:
+        def spoil(self: Transfers, direction: Direction, transfer: Transfer, mark: Any) -> Any:
             if direction is Direction.LOAD and len(transfer.slot_ids) > 1:
-                Transfers.submit = submit  # type: ignore[method-assign]
+                Transfers._add = add  # type: ignore[method-assign]
                 slot_ids = transfer.slot_ids[:]
                 slot_ids[len(slot_ids) // 2] = slot_ids[0]
                 transfer = replace(transfer, slot_ids=slot_ids)
-            submit(self, direction, transfer, mark)
+            return add(self, direction, transfer, mark)
 
-        Transfers.submit = spoil  # type: ignore[method-assign]
+        Transfers._add = spoil  # type: ignore[method-assign]
 
 
 class Probe(WorkerProbe, Spoiler):

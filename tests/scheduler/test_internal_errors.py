@@ -44,7 +44,7 @@ PARTS: tuple[type[Any], ...] = (
 )
 
 STARTING = {"bind"}
-ASSIGNING = {"sent"}
+ASSIGNING = {"sent", "planned"}
 """A few assignments that make a plan count."""
 RECOVERING = {
     "disable",
@@ -53,6 +53,7 @@ RECOVERING = {
     "mend",
     "plan_nothing",
     "announce_failure",
+    "name_unloaded",
     "all_keys",
     "withdraw",
 }
@@ -111,7 +112,7 @@ def make_busy_rig(make_rig: MakeRig) -> Rig:
         tensor_ranks=2,
         copy_ticks_max=10,
         has_events=True,
-        extra={"check_invariants": False},  # as in production
+        extra={"check_invariants": False, "load_in_step": True},  # as in production
     )
     for seed in (1, 2):
         rig.run_alone(f"first-{seed}", rig.prompt(33, seed))

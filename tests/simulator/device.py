@@ -318,6 +318,16 @@ class Device:
         self.clock.now_s = max(self.clock.now_s, copy.stalled_until_s)
         return self._finish_reads(copy)
 
+    def join(self, copy: SimCopy) -> bool:
+        """Let the compute stream wait for a copy; a driver refuses a part of it at once."""
+        self.check_alive()
+        if self.options.has_streams:
+            self._enqueue(lambda: self._finish_reads(copy))
+            return not copy.fails
+        self.clock.now_s = max(self.clock.now_s, copy.stalled_until_s)
+        is_taken_back = copy.ended.done() and copy.ended.exception() is not None
+        return self._finish_reads(copy) and not (copy.fails or is_taken_back)
+
     def _finish_reads(self, copy: SimCopy) -> bool:
         """Move what is left of a copy; False while it stands still."""
         if copy.has_ended:
@@ -384,6 +394,10 @@ class SimBackend:
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         assert isinstance(completion, SimCopy)
         return self.device.fence(completion, timeout_s)
+
+    def join(self, completion: Completion) -> bool:
+        assert isinstance(completion, SimCopy)
+        return self.device.join(completion)
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         self.device.check_alive()

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from tests.simulator.checkers.ledger import Ledger, writes_of
+from tests.simulator.checkers.ledger import Ledger, loads_in, writes_of
 from tests.simulator.checkers.taps import RESETS, tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.tiers import StoredObject
@@ -127,7 +127,7 @@ class Earnings:
         return original(*args)
 
     def _see_plan(self, plan: StepPlan) -> None:
-        for load in plan.loads:
+        for load in loads_in(plan):
             self._num_others[load.transfer_id] = len(self._others.intersection(load.slot_ids))
         for _, slots in writes_of(plan):
             self._others.difference_update(slots)

@@ -89,6 +89,8 @@ class EngineCore(Stepper):
         self.injected: Counter[str] = Counter()  # see `Device`
         self.mutate_outputs: list[MutateOutputs] = []
         self.before_update: list[Callable[[Batch], None]] = []
+        # Called with the number of a step and blocks that it reads, which were not loaded.
+        self.on_unloaded: list[Callable[[int, set[int]], None]] = []
         self.num_steps = 0
         self.process_engine_step: Callable[[], object] = self.step
         self._hosts: dict[int, Host] = self.node.hosts if self.node is not None else {}
@@ -324,10 +326,17 @@ class EngineCore(Stepper):
                 batch.copies,
                 functools.partial(self.runner.move_states, batch),
                 functools.partial(self.runner.compute, batch),
+                functools.partial(self._see_unloaded, batch),
             )
             batch.results[worker.rank] = worker.run(
                 batch.scheduled.kv_connector_metadata, forward, batch.scheduled.finished_req_ids
             )
+
+    def _see_unloaded(self, batch: Batch, rank: int, block_ids: set[int]) -> None:
+        # Steps that are launched before vLLM has heard of it may read them, too.
+        self.runner.excuse(rank, block_ids, batch.number + self.queue_size - 1)
+        for see in self.on_unloaded:
+            see(batch.number, block_ids)
 
     def _pause(self, rank: int) -> None:
         worker = self.workers[rank]
@@ -356,7 +365,12 @@ class EngineCore(Stepper):
         for request_id in self._aborts:
             self.abort(request_id)
         self._aborts.clear()
+        spoilt = {name: len(self.answers.get(name, ())) for name in batch.spoilt}
         self.update(batch.scheduled, output)
+        for name, count in spoilt.items():
+            if len(self.answers.get(name, ())) > count:
+                self.findings.add("I6", f"{name} gets a token that nothing loaded led to")
+        self.findings.raise_first()
         self._take_drafts(batch)
 
     def _take_drafts(self, batch: Batch) -> None:
@@ -433,6 +447,7 @@ def _connector_output(result: StepResult, make: Any) -> Any:
         finished_sending=result.finished_sending,
         finished_recving=result.finished_recving,
         failed_recving=set(result.failed_recving),
+        invalid_block_ids=set(result.invalid_block_ids),
         kv_connector_stats=result.stats,
         kv_connector_worker_meta=result.worker_meta,
     )

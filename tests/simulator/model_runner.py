@@ -98,6 +98,7 @@ class Batch:
     zeroed: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]
     results: dict[int, Any] = field(default_factory=dict)
+    spoilt: set[str] = field(default_factory=set)  # requests that have read what was not loaded
 
     @property
     def request_ids(self) -> list[str]:
@@ -122,12 +123,17 @@ class ModelRunner:
         self._num_computed: dict[str, int] = {}
         self._num_loaded: dict[str, int] = {}
         self._columns: dict[str, tuple[int, int]] = {}
+        self._excused: dict[tuple[int, int], int] = {}  # last step, by rank and block
         self._is_zeroed = scheduler.kv_cache_manager.kv_cache_config.needs_kv_cache_zeroing
         self.sequels: dict[str, Sequel] = {}
 
     def load_in_step(self, request_id: str, num_tokens: int) -> None:
         """Let the next step of a request write these tokens too, which vLLM counts as computed."""
         self._num_loaded[request_id] = num_tokens
+
+    def excuse(self, rank: int, block_ids: set[int], last_step: int) -> None:
+        """Up to this step a rank may read blocks that it has not loaded, as vLLM is told of it."""
+        self._excused.update(((rank, block_id), last_step) for block_id in block_ids)
 
     def prepare(self, scheduled: Any) -> Batch:
         """Read the block tables of a step that has just been scheduled."""
@@ -266,7 +272,10 @@ class ModelRunner:
         bits = place(group_idx, self._shape.holder_of(device.rank))
         for work in batch.works:
             for span in work.reads[group_idx]:
-                self._check(work, group_idx, span, device, bits)
+                if self._excused.get((device.rank, span.block_id), -1) >= batch.number:
+                    batch.spoilt.add(work.request_id)
+                else:
+                    self._check(work, group_idx, span, device, bits)
 
     def _check_kind(self, batch: Batch, group_idx: int, device: Device) -> None:
         """Where vLLM zeroes blocks, attention finds nothing of another group in any of its blocks.

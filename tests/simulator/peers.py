@@ -152,7 +152,7 @@ class SafeWorker(_SlowCopier):
         if plan.failures:
             raise SafeOffloadError(f"expected no load to fail here, found {plan.failures}")
         due = self._num_steps + self._copy_steps
-        for transfer in plan.loads:
+        for transfer in (*plan.loads, *plan.loads_in_step):
             self._loads[transfer.transfer_id] = due
             self.num_loaded += len(transfer.block_ids)
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):

@@ -163,6 +163,10 @@ _LONG_STEMS = Workload(
 )
 _RETUNED: FaultCounts = {FaultKind.TENANTS: 6}
 
+_ALONE = EngineShape(num_blocks=40, num_slots=200, extra={"load_in_step": True})
+_ONE_BY_ONE = Workload(num_requests=70, num_steps=900, num_stems=5, num_tails=4, output_tokens=3)
+"""Requests of which few run beside another."""
+
 PROFILES: dict[str, Profile] = {
     "plain": Profile("one rank, full attention, no faults", copy_ticks_max=0),
     "late-copies": Profile("copies complete many steps later", copy_ticks_max=40),
@@ -189,6 +193,34 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=80, num_steps=120, num_stems=8, output_tokens=8),
         copy_ticks_max=2,
         faults={FaultKind.SPOIL: 30},
+    ),
+    "in-step": Profile(
+        "hits load in the step that computes the rest, in the scheduler's process",
+        replace(_ALONE, is_async=True, is_in_process=True),
+        _ONE_BY_ONE,
+        copy_ticks_max=20,
+    ),
+    "in-step-faults": Profile(
+        "the same on two GPUs; copies and devices fail, before the step or half way",
+        replace(_ALONE, is_async=True, is_v2=True, has_streams=True, tensor_ranks=2),
+        _ONE_BY_ONE,
+        copy_ticks_max=20,
+        faults={**COPY_FAULTS, CopyFault.FAIL: 16, FaultKind.REPORT_LATE: 6, CopyFault.KILL: 1},
+        has_few_copies=True,
+    ),
+    "in-step-fails": Profile(
+        "the same in lazy mode with MLA; no load of some ranks succeeds any more",
+        replace(
+            _ALONE,
+            groups=("mla",),
+            is_async=True,
+            has_streams=True,
+            extra={"load_in_step": True, "lazy_offload": True},
+        ),
+        _ONE_BY_ONE,
+        copy_ticks_max=20,
+        faults={FaultKind.LOADS_FAIL: 1, CopyFault.FAIL: 10},
+        has_few_copies=True,
     ),
     "mla-shared": Profile(
         "MLA on three ranks that share one copy",

@@ -74,4 +74,4 @@ class StepLoads:
         return original(scheduler_output)
 
     def _name_bad(self, number: int, outputs: list[Any]) -> None:
-        outputs[0].invalid_block_ids = self._bad.pop(number, set())
+        outputs[0].invalid_block_ids |= self._bad.pop(number, set())

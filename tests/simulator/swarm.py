@@ -287,6 +287,8 @@ class _Draw:
             extra["verify"] = self._one_of(("load", "sample:2"), "verify how")
         if self._is_on("least hit", 0.375):
             extra["min_load_tokens"] = self._one_of(("auto", 12, 32), "least hit tokens")
+        if self._is_on("in step"):
+            extra["load_in_step"] = True
         if self._is_on("flight", 0.25):
             extra["max_inflight_bytes"] = self._one_of((4096, 6144, 12288), "flight bytes")
         if self._is_on("internal checks", 0.25):

@@ -112,7 +112,8 @@ class Contract(BackendContract):
     @pytest.fixture(autouse=True)
     def _unwrap(self, monkeypatch):
         """A fence is asked of the copy itself, not of what waits for it."""
-        fence = SimBackend.fence
+        fence, join = SimBackend.fence, SimBackend.join
+        monkeypatch.setattr(SimBackend, "join", lambda backend, copy: join(backend, copy._copy))
         monkeypatch.setattr(
             SimBackend, "fence", lambda backend, copy, left_s: fence(backend, copy._copy, left_s)
         )

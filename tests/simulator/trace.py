@@ -84,10 +84,11 @@ class Trace:
             ("store before", plan.stores_before_forward),
             ("store", plan.stores_after_forward),
             ("load", plan.loads),
+            ("load in step", plan.loads_in_step),
         ):
             for transfer in transfers:
                 self.note(
-                    f"  {what} {_transfer(transfer, what == 'load')}",
+                    f"  {what} {_transfer(transfer, what.startswith('load'))}",
                     what,
                     transfer.transfer_id,
                     tuple(transfer.block_ids),

@@ -170,6 +170,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
         "num_cpu_blocks": shape.num_slots,
         # Steps and copies take what the seed says, so whether a hit pays is not to be asked.
         "min_load_tokens": 0,
+        "load_in_step": False,
         **shape.extra,
     }
     if "tiers" in shape.extra or "share" in shape.extra:

@@ -116,6 +116,8 @@ class Forward:
     move_states: Callable[[Device], None]
     # Checks what attention reads and writes what the step computes, on one device.
     compute: Callable[[Device], None]
+    # Is told which blocks the step reads that were not loaded, of one rank.
+    see_unloaded: Callable[[int, set[int]], None]
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class StepResult:
     finished_sending: set[str] | None
     finished_recving: set[str] | None
     failed_recving: set[str]
+    invalid_block_ids: set[int]
     stats: Any
     worker_meta: Any
     num_operations: int
@@ -159,6 +162,10 @@ class Worker:
             self.pause(self.rank)
             self._write_early(forward)
         self.connector.bind_connector_metadata(plan)
+        # vLLM asks behind the forward; of which nothing depends on the answer.
+        invalid_block_ids = self.connector.get_block_ids_with_load_errors()
+        if invalid_block_ids:
+            forward.see_unloaded(self.rank, invalid_block_ids)
         self.device.enqueue(lambda: forward.compute(self.device))
         num_operations = self.device.num_enqueued
         self.pause(self.rank)
@@ -169,7 +176,7 @@ class Worker:
         if not self.defers_finalize:
             self.connector.wait_for_save()
             self.pause(self.rank)
-        result = self._result(finished_req_ids, num_operations)
+        result = self._result(finished_req_ids, num_operations, invalid_block_ids)
         if self.defers_finalize and not (self.is_v2 or self.is_last_stage):
             return result
         if self.defers_finalize:
@@ -194,7 +201,9 @@ class Worker:
             self.device.enqueue(copy)
         self.device.enqueue(lambda: forward.move_states(self.device))
 
-    def _result(self, finished_req_ids: set[str], num_operations: int) -> StepResult:
+    def _result(
+        self, finished_req_ids: set[str], num_operations: int, invalid_block_ids: set[int]
+    ) -> StepResult:
         results = self.connector.get_transfer_results(finished_req_ids)
         if self.remote is not None:
             sent, received, failed = self.remote.report()
@@ -205,6 +214,7 @@ class Worker:
             results.finished_sending,
             results.finished_recving,
             results.failed_recving,
+            invalid_block_ids,
             self.connector.get_kv_connector_stats(),
             self.connector.build_connector_worker_meta(),
             num_operations,

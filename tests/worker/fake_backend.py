@@ -112,6 +112,10 @@ class FakeBackend:
             self._changed.notify_all()
         return completion
 
+    def join(self, completion: Completion) -> bool:
+        assert isinstance(completion, FakeCompletion)
+        return completion.future.exception(PATIENCE_S) is None
+
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         assert isinstance(completion, FakeCompletion)
         self.fenced.append(completion.name)

@@ -361,6 +361,45 @@ def test_a_wrong_id_fails_its_transfer_and_no_other(worker):
     assert worker.settle() == {1: bad, 2: None, 3: bad, 4: None}
 
 
+# ---- loads in the step -------------------------------------------------------------------------
+
+
+def test_a_load_in_the_step_is_there_when_its_forward_begins(worker):
+    worker.write_block(4, 44)
+    worker.step(StepPlan(stores_after_forward=(Transfer(1, (4,), (4,)),)))
+    worker.settle()
+    read: list[list[int]] = []
+    plan = StepPlan(loads_in_step=(Transfer(2, (6,), (4,)),))
+    worker.step(plan, lambda: read.append(worker.read_block(6)))
+    assert read[0][0] == 44
+    assert worker.bridge.take_unloaded() == set()
+    assert worker.settle() == {1: None, 2: None}
+
+
+@pytest.mark.parametrize("trouble", ["closed", "asleep", "no mark", "bad id", "no copy", "raises"])
+def test_blocks_that_were_not_loaded_are_named_with_their_step(worker, monkeypatch, trouble):
+    def fail(*_: object) -> bool:
+        raise RuntimeError("injected")
+
+    transfers, backend = worker.bridge.opened.transfers, worker.backend
+    if trouble == "closed":
+        worker.bridge.shutdown()
+    elif trouble == "asleep":
+        worker.bridge.unregister_kv_caches()
+    elif trouble == "no mark":
+        monkeypatch.setattr(transfers, "mark", fail)
+    elif trouble == "no copy":
+        monkeypatch.setattr(backend, "join", lambda completion: False)
+    elif trouble == "raises":
+        monkeypatch.setattr(transfers, "load_now", fail)
+    slot = 12 if trouble == "bad id" else 4
+    plan = StepPlan(loads_in_step=(Transfer(2, (6, 7), (slot, 5)),), unloaded=(9,))
+    worker.step(plan)
+    assert worker.bridge.take_unloaded() == {6, 7, 9}
+    assert worker.bridge.take_unloaded() == set()
+    assert worker.settle()[2] is not None
+
+
 # ---- what is reported --------------------------------------------------------------------------
 
 

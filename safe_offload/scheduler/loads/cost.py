@@ -431,7 +431,8 @@ class StepWatch:
                 num_left = 0
             elif not num_left:
                 costs.steps.add(self._num_tokens, now_s - self.last_planned_s)
-        if not num_left and computes_prompt:
+        waits_for_copies = getattr(scheduler_output, "has_sync_kv_loads", False)
+        if not num_left and computes_prompt and not waits_for_copies:
             self._num_tokens, num_left = num_tokens, self._num_in_flight
         costs.scheduled = scheduled
         self._num_plans_left, self.last_planned_s = num_left, now_s

@@ -99,6 +99,8 @@ class Loads:
     Bound: the requests that vLLM has.
 
     Attributes:
+        unloaded: blocks that the next step reads although no load of them can be planned.
+        of_step: loads in the step that is being scheduled.
         holders: requests for which vLLM may hold blocks of a finished load. Read only outside.
     """
 
@@ -125,6 +127,8 @@ class Loads:
         self._null_block_id = gpu.null_block_id
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
         self.unannounced: list[RequestState] = []
+        self.unloaded: list[int] = []
+        self.of_step: list[Load] = []
         self._num_failed = 0  # requests whose load has failed since they ran last
         self.holders = RequestQueue()
 
@@ -341,10 +345,13 @@ class Loads:
         state: RequestState,
         blocks_by_group: Sequence[Sequence[KVCacheBlock]],
         num_tokens: int,
+        *,
+        is_in_step: bool = False,
     ) -> None:
         """Turn the request's hit into a load of its first `num_tokens` tokens.
 
-        vLLM waits for it from now on, so any problem becomes an announced failure.
+        vLLM waits for it from now on, so any problem becomes an announced failure; of a load in the
+        step, blocks that were not loaded.
         """
         progress = state.load
         hit, lease = progress.hit, progress.lease
@@ -368,9 +375,15 @@ class Loads:
                 hashes=state.request.block_hashes,
                 first_hash=num_local_tokens // size,
                 end_hash=(num_local_tokens + num_tokens) // size,
+                is_in_step=is_in_step,
             )
             self.ledger.new.append(load)
-            self._shared_loads.begin(load)
+            if is_in_step:  # others have its blocks as hits of the GPU
+                self.of_step.append(load)
+                self._counters[Count.LOADS_IN_STEP] += 1
+            else:
+                self._shared_loads.begin(load)
+                self._counters[Count.LOADS_AHEAD] += 1
             if not self._is_plain and hit is not None:
                 self._boundaries.end(load, hit.parted_at)
             self._counters[Count.HIT_TOKENS] += num_tokens
@@ -378,9 +391,16 @@ class Loads:
             self._hits.slots.mark_hit(slots)
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
-            self.unannounced.append(state)
+            if is_in_step:
+                self.unloaded += [block.block_id for blocks in blocks_by_group for block in blocks]
+            else:
+                self.unannounced.append(state)
         self.drop_hit(state)
-        state.begin_load()
+        if is_in_step:
+            self.compute(state)
+            progress.must_compute |= not slots  # once vLLM has taken its blocks away
+        else:
+            state.begin_load()
 
     def pair(
         self,
@@ -492,9 +512,21 @@ class Loads:
     # ---- plans and reports ---------------------------------------------------------------------
 
     def new_transfers(self) -> tuple[Transfer, ...]:
-        """Return the loads begun since the last `sent`."""
+        """Return the loads begun since the last `sent`, but those in the step."""
         new = self.ledger.new
-        return tuple([load.transfer for load in new]) if new else ()
+        return tuple([load.transfer for load in new if not load.is_in_step]) if new else ()
+
+    def take_in_step(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """Return the loads in the step that is planned, and the blocks that it cannot load."""
+        return tuple([load.transfer for load in self.of_step]), tuple(self.unloaded)
+
+    def name_unloaded(self, block_ids: Iterable[int]) -> None:
+        """The next step reads blocks whose load could not be planned."""
+        self.unloaded += block_ids
+
+    def planned(self) -> None:
+        """The plan of a step is complete."""
+        self.unloaded, self.of_step = [], []
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -512,10 +544,12 @@ class Loads:
         failures, self.unannounced = self.unannounced, []
         for state in failures:
             state.end_load(has_failed=True)
-            progress = state.load
-            progress.num_failed += 1
-            if progress.num_failed == FAILED_LOADS_MAX:
-                self._counters[Count.GIVEN_UP_REQUESTS] += 1
+            self._count_failure(state.load)
+
+    def _count_failure(self, progress: LoadProgress) -> None:
+        progress.num_failed += 1
+        if progress.num_failed == FAILED_LOADS_MAX:
+            self._counters[Count.GIVEN_UP_REQUESTS] += 1
 
     def give_up(self, book: Iterable[RequestState]) -> None:
         """After an internal error, fail the loads that no worker copies; others continue.
@@ -523,10 +557,16 @@ class Loads:
         Args:
             book: vLLM's requests, whose load states are rebuilt.
         """
+        for load in self.of_step:
+            load.fail()
+            self.unloaded += load.transfer.block_ids
+            self.ledger.in_flight.pop(load.transfer_id, None)
+        self.of_step = []
         new, gone = self.ledger.new, self.ledger.give_up()
         for load in gone:
             self._shared_loads.end(load)
-        loading = {load.owner for load in self.ledger.in_flight.values()}
+        loads = self.ledger.in_flight.values()
+        loading = {load.owner for load in loads if not load.is_in_step}
         states = {*book, *(load.owner for load in gone), *loading, *self.unannounced}
         for load in new:
             load.fail()
@@ -550,16 +590,22 @@ class Loads:
                 self._counters[FAILED_LOADS[load.failure]] += 1
             # The same hit must not be offered again.
             self._hits.slots.forget(load.lease.slots)
-            self.unannounced.append(state)
+            if not load.is_in_step:
+                self.unannounced.append(state)
+            elif load.failure is not FailureReason.SOURCE_LOST:
+                self._count_failure(state.load)
             load.lease.release()
             return False
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         if load.sent_s is not None and not state.finished:
-            self._costs.landed.append((load.num_tokens, load.sent_s))
+            if not load.is_in_step:  # nobody has waited for it alone
+                self._costs.landed.append((load.num_tokens, load.sent_s))
             num_left = state.request.num_tokens - load.end_hash * self._geometry.hash_block_size
             saved_s = self._costs.saved_s(Offer(load.num_tokens, max(1, num_left)))
             self._counters.add_seconds(Count.SAVED_SECONDS, saved_s)
+        if load.is_in_step:
+            return False
         state.end_load(has_failed=False)
         return True
 
@@ -581,7 +627,12 @@ class Loads:
     @property
     def has_work(self) -> bool:
         """Return whether a load is planned or in flight, or a failure is to be announced."""
-        return bool(self.ledger.new or self.ledger.in_flight or self.unannounced)
+        return self.is_loading or bool(self.unannounced)
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a load is planned or in flight."""
+        return bool(self.ledger.new or self.ledger.in_flight)
 
     def __len__(self) -> int:
         return len(self.ledger.in_flight)

@@ -79,10 +79,15 @@ class Completion(Protocol):
 
 
 class Backend(Protocol):
-    """Copies between one rank's GPU blocks and its host slots."""
+    """Copies between one rank's GPU blocks and its host slots.
+
+    Attributes:
+        num_demotions: how often a path was left because it failed.
+    """
 
     slot_bytes: int
     num_slots: int
+    num_demotions: int
 
     @property
     def num_usable_slots(self) -> int:
@@ -111,6 +116,14 @@ class Backend(Protocol):
             False if the copy may still be reading: its source is about to change under it.
         """
 
+    def join(self, completion: Completion) -> bool:
+        """Order everything that vLLM does next after the writes of a copy; return if it succeeds.
+
+        Called on vLLM's thread, which waits until all of the copy has been given to the driver,
+        without streams until it has ended. A copy that fails is ordered, too, as its blocks are
+        about to be recomputed; one that succeeds here can fail no more.
+        """
+
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return a checksum of every byte of each slot, which nothing may write meanwhile.
 
@@ -129,11 +142,9 @@ class ProvableBackend(Backend, Protocol):
 
     Attributes:
         paths: ways to copy that are in use.
-        num_demotions: how often one was left because it failed.
     """
 
     paths: tuple[CopyPath, ...]
-    num_demotions: int
 
     @property
     def choices(self) -> tuple[CopyPath, ...]:

@@ -126,6 +126,14 @@ class CpuBackend:
             pass
         return True
 
+    def join(self, completion: Completion) -> bool:
+        """See `Backend.join`; waits until the copy has ended."""
+        assert isinstance(completion, CpuCompletion)
+        try:
+            return completion.future.exception() is None
+        except FutureCancelledError:
+            return False
+
     def end_copies(self) -> None:
         self._threads.close()
 

@@ -144,6 +144,16 @@ class GpuBackend:
             self._device.compute_stream().wait_event(completion.event)
         return True
 
+    def join(self, completion: Completion) -> bool:
+        """See `Backend.join`; the compute stream waits for the copy, on the device."""
+        assert isinstance(completion, GpuCompletion)
+        completion.lane.submit_now(completion, None)
+        if completion.event is None:  # which leaves nothing to wait for on the device
+            completion.lane.stream.synchronize()
+            return False
+        self._device.compute_stream().wait_event(completion.event)
+        return completion.failure is None
+
     def end_copies(self) -> None:
         """See `Backend.end_copies`; what has been issued is done."""
         if not self._is_closed:

@@ -112,7 +112,7 @@ class Lane:
             self._queue.append(completion)
             self._changed.notify_all()
 
-    def submit_now(self, completion: GpuCompletion, timeout_s: float) -> bool:
+    def submit_now(self, completion: GpuCompletion, timeout_s: float | None) -> bool:
         """Give a copy before all others; return whether all of it was given in time."""
         if completion.given.is_set():
             return True

@@ -380,9 +380,12 @@ def test_one_slow_step_among_few_does_not_raise_what_larger_ones_take():
 
 
 def watched(
-    num_in_flight: int, *steps: tuple[dict[str, int], float], begins: str = ""
+    num_in_flight: int, *steps: tuple[dict[str, int], float], begins: str = "", waits: bool = False
 ) -> list[tuple[int, float]]:
-    """What is noted of steps, planned at these times; requests named in `begins` are new."""
+    """What is noted of steps, planned at these times; requests named in `begins` are new.
+
+    `waits`: all of them wait for loads.
+    """
     noted: list[tuple[int, float]] = []
     costs = Costs(None, STEP_TOKENS)
     costs.steps.add = lambda size, seconds: noted.append((size, round(seconds, 6)))  # type: ignore[method-assign]
@@ -394,6 +397,7 @@ def watched(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_new_reqs=new,
+            has_sync_kv_loads=waits,
         )
         watch.planned(output, now_s)
     return noted
@@ -432,6 +436,7 @@ STEPS: dict[str, tuple[int, str, list[Any], list[tuple[int, float]]]] = {
 def test_what_is_noted_of_steps(name):
     num_in_flight, begins, steps, noted = STEPS[name]
     assert watched(num_in_flight, *steps, begins=begins) == noted
+    assert watched(num_in_flight, *steps, begins=begins, waits=True) == []
 
 
 # ---- on vLLM's real scheduler ------------------------------------------------------------------

@@ -47,7 +47,7 @@ class CompletionChecker:
 
         request = self._request(request_id)
         loads = self._ledger.loads_of(request)
-        if any(not load.is_over for load in loads):
+        if any(not (load.is_over or load.is_in_step) for load in loads):
             raise Finding("I3", f"{request_id} is told while a rank still copies its load")
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             if request_id in self._core.scheduler.finished_recving_kv_req_ids:
@@ -61,5 +61,5 @@ class CompletionChecker:
         request = self._request(request_id)
         if not (request.is_finished() and self._holds_blocks(request_id)):
             raise Finding("I3", f"{request_id} is told as sent while it is {request.status.name}")
-        if any(not load.is_over for load in self._ledger.loads_of(request)):
+        if any(not (r.is_over or r.is_in_step) for r in self._ledger.loads_of(request)):
             raise Finding("I3", f"{request_id} is told as sent while a rank copies its load")

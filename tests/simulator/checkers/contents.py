@@ -3,6 +3,7 @@
 That the forward reads the right words is checked by the model runner itself.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.simulator.tiers import StoredObject
 from tests.simulator.words import Sequel, place
 
 ENGINES_MAX = 2
+PLANS_MAX = 8
 
 
 class ContentChecker:
@@ -43,8 +45,11 @@ class ContentChecker:
         has which has read one."""
         self._spoilt_blocks: set[int] = set()
         """Those that another connector fails to load in the step that is planned."""
-        self._old_tables: list[tuple[Any, str, Any]] = []
-        """Block tables of requests that have read such: those of a group, the id, its own."""
+        self._old_tables: list[tuple[Any, str, Any, int]] = []
+        """Block tables of requests that have read such: those of a group, the id, its own, and the
+        first block that is."""
+        self._last_plans: deque[tuple[int, StepPlan]] = deque(maxlen=PLANS_MAX)
+        """Of steps that may be in flight, with their numbers."""
         self._flipped: set[int] = set()
         """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
         and no store may use them once the scheduler side has been told."""
@@ -66,6 +71,8 @@ class ContentChecker:
         tap(self._index, "search", self._see_search)
         tap(self._index, "grown", self._see_growth)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
+        core.on_unloaded.append(self._see_unloaded)
+        self._num_plans = 0
         self._matching: Any = None
         for worker in core.workers:
             worker.device.on_host_write = self._see_host_write
@@ -83,6 +90,14 @@ class ContentChecker:
     def spoil(self, block_ids: set[int]) -> None:
         """Another connector fails to load blocks in the step that is planned."""
         self._spoilt_blocks |= block_ids
+
+    def _see_unloaded(self, number: int, block_ids: set[int]) -> None:
+        """Blocks that a step reads were not loaded, which is known when it may be launched."""
+        self._old_blocks |= block_ids
+        self._find_old(())
+        for plan_number, plan in self._last_plans:
+            if plan_number >= number:
+                self._see_stores(plan.stores_after_forward)
 
     def _see_request(self, original: Callable[[Any], None], request: Any) -> None:
         sequel = self._core.runner.sequels[request.request_id]
@@ -129,13 +144,16 @@ class ContentChecker:
         self._spoilt_blocks.clear()
         self._find_old(getattr(scheduler_output, "kv_cache_block_copies", None) or ())
         self._see_stores(plan.stores_after_forward)
+        self._last_plans.append((self._num_plans, plan))
+        self._num_plans += 1
         return plan
 
     def _find_old(self, copies: Iterable[Any]) -> None:
         """What is computed in a step from old blocks is old, and so is what is copied from one."""
         old = self._old_blocks
         self._old_tables = [kept for kept in self._old_tables if kept[0].get(kept[1]) is kept[2]]
-        old.update(b.block_id for *_, table in self._old_tables for b in table if not b.is_null)
+        for *_, table, first in self._old_tables:
+            old.update(block.block_id for block in table[first:] if not block.is_null)
         num_before = -1
         while len(old) > num_before:  # one may read in the same step what another computes
             num_before = len(old)
@@ -155,8 +173,12 @@ class ContentChecker:
 
     def _add_old(self, request_id: str, tables: Iterable[tuple[Any, Any]]) -> None:
         for of_group, table in tables:
-            self._old_tables.append((of_group, request_id, table))
-            self._old_blocks.update(block.block_id for block in table if not block.is_null)
+            first = 0
+            if len(self._core.shape.parsed_groups) == 1:  # what comes before may be another's, too
+                first = [block.block_id in self._old_blocks for block in table].index(True)
+            self._old_tables.append((of_group, request_id, table, first))
+            blocks = table[first:]
+            self._old_blocks.update(block.block_id for block in blocks if not block.is_null)
 
     def _see_new_blocks(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
         blocks = original(count)

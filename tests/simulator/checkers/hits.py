@@ -5,7 +5,7 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.loads.hits import Hit
-from tests.simulator.checkers.ledger import Ledger, writes_of
+from tests.simulator.checkers.ledger import Ledger, loads_in, writes_of
 from tests.simulator.checkers.taps import RESETS, tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
@@ -57,7 +57,7 @@ class HitChecker:
         self._found = None
         self.offered.pop(request.request_id, None)
         num_tokens, is_async = original(request, num_computed_tokens)
-        if is_async != bool(num_tokens):
+        if is_async != bool(num_tokens) and (is_async or not self._core.config.load_in_step):
             raise Finding("I1", f"match answers {(num_tokens, is_async)}")
         if num_tokens is None:  # see `WaitChecker`
             return None, False
@@ -109,7 +109,7 @@ class HitChecker:
         for record in self._ledger.open_loads():
             name = f"load {record.transfer.transfer_id}"
             guarded.update((slot, name) for slot in record.transfer.slot_ids)
-        for transfer in plan.loads:
+        for transfer in loads_in(plan):
             guarded.update((slot, f"load {transfer.transfer_id}") for slot in transfer.slot_ids)
         for name, slots in writes_of(plan):
             self._failed.difference_update(slots)

@@ -26,6 +26,11 @@ def writes_of(plan: StepPlan) -> Iterator[tuple[str, Sequence[int]]]:
         yield f"fetch {fetch.transfer_id}", fetch.slot_ids
 
 
+def loads_in(plan: StepPlan) -> tuple[Transfer, ...]:
+    """What reads host slots to fill GPU blocks."""
+    return (*plan.loads, *plan.loads_in_step)
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """One transfer."""
@@ -34,6 +39,7 @@ class Record:
     is_store: bool
     request: Any  # vLLM's object that waits for it, if it is a load
     planned_at: int  # the engine's step
+    is_in_step: bool  # a load that nothing waits for but the forward of its step
     # What became of it, by rank, as the rank itself reported it.
     reported: dict[int, FailureReason | None] = field(default_factory=dict)
     over_at: int | None = None  # the step in which the last rank reported
@@ -120,8 +126,9 @@ class Ledger:
                 self._core.node.written(self._core, slots)
         for see in self.on_plan:  # before its transfers count as open
             see(plan)
-        for transfer in plan.loads:
-            self._open_record(transfer, False, self._owner(transfer))
+        for transfer in loads_in(plan):
+            is_in_step = transfer in plan.loads_in_step
+            self._open_record(transfer, False, self._owner(transfer), is_in_step=is_in_step)
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
             self._open_record(transfer, True, None)
         for probe in plan.probes:
@@ -145,8 +152,10 @@ class Ledger:
         )
         return None
 
-    def _open_record(self, transfer: Transfer, is_store: bool, request: Any) -> None:
-        record = Record(transfer, is_store, request, self._core.num_steps)
+    def _open_record(
+        self, transfer: Transfer, is_store: bool, request: Any, *, is_in_step: bool = False
+    ) -> None:
+        record = Record(transfer, is_store, request, self._core.num_steps, is_in_step)
         if transfer.transfer_id in self._records:
             self._core.findings.add("I3", f"transfer id {transfer.transfer_id} is used twice")
         self._records[transfer.transfer_id] = record

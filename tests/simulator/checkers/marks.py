@@ -7,6 +7,7 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.worker.copies.base import Copy, Direction
+from tests.simulator.checkers.ledger import loads_in
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.worker import Worker
@@ -38,7 +39,7 @@ class MarkChecker:
         original: Callable[[StepPlan], None],
         plan: StepPlan,
     ) -> None:
-        for load in plan.loads:
+        for load in loads_in(plan):
             ids = tuple(map(int, load.block_ids)), tuple(map(int, load.slot_ids))
             marks[ids].add(worker.device.num_enqueued)
         original(plan)

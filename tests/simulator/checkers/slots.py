@@ -5,7 +5,7 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.cache.leases import Lease, LeaseKind
-from tests.simulator.checkers.ledger import Ledger, writes_of
+from tests.simulator.checkers.ledger import Ledger, loads_in, writes_of
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
@@ -53,7 +53,7 @@ class SlotChecker:
             what = "store" if record.is_store else "load"
             name = f"{what} {record.transfer.transfer_id} of another engine"
             taken.update((slot, name) for slot in record.transfer.slot_ids)
-            read = {slot for load in plan.loads for slot in load.slot_ids}
+            read = {slot for load in loads_in(plan) for slot in load.slot_ids}
             if record.is_store and not read.isdisjoint(record.transfer.slot_ids):
                 raise Finding("I6", f"a load reads what {name} writes")
 

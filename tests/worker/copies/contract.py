@@ -290,6 +290,25 @@ class BackendContract:
         await asyncio.wait_for(completion.wait(), PATIENCE_S)
         assert plain.backend.fence(completion, 0.0)
 
+    # ---- loads that the next step reads --------------------------------------------------------
+
+    async def test_a_load_that_is_joined_is_whole_in_all_that_comes_next(self, plain):
+        storage, host = plain.fill(10)
+        pairs = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))
+        assert plain.backend.join(plain.issue(Direction.LOAD, *pairs))
+        plain.arrive(Direction.LOAD, pairs, storage, host)
+        plain.assert_holds(storage, host)
+
+    async def test_a_load_that_was_taken_back_is_not_joined(self, plain):
+        release = plain.hold(Direction.LOAD)
+        completions = [plain.issue(Direction.LOAD, [i], [i]) for i in range(4)]
+        taken_back = [completion for completion in completions if completion.cancel()]
+        release()
+        assert not any(plain.backend.join(completion) for completion in taken_back)
+        for completion in taken_back:
+            with pytest.raises(TransferError):
+                await completion.wait()
+
     # ---- copies that are taken back ------------------------------------------------------------
 
     @pytest.mark.parametrize("direction", Direction)

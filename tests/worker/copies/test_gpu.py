@@ -501,6 +501,68 @@ async def test_a_fence_holds_the_compute_stream_and_not_the_host(subject, is_fen
     assert np.array_equal(subject.read_host(), host) is is_fenced
 
 
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_a_forward_overtakes_a_load_unless_it_is_joined_and_the_host_waits_for_neither(
+    subject, is_joined
+):
+    storage, host = subject.fill(2)
+    release = subject.hold(Direction.LOAD)
+    completion = subject.issue(Direction.LOAD, [5], [5])
+    if is_joined:
+        assert subject.backend.join(completion)
+    read: list[Bytes] = []
+    subject.gpu.compute.enqueue(lambda: read.append(subject.storage.copy()))
+    if not is_joined:
+        subject.gpu.compute.synchronize()
+    assert bool(read) is not is_joined
+    release()
+    assert outcome_of(completion) is None
+    subject.gpu.compute.synchronize()
+    before = storage.copy()
+    subject.arrive(Direction.LOAD, ([5], [5]), storage, host)
+    assert np.array_equal(read[0], storage if is_joined else before)
+
+
+@pytest.mark.parametrize("call", [CALLS[CopyPath.EACH], "record"])
+def test_a_load_that_fails_is_waited_for_all_the_same_and_said_to_have_failed(make_gpu, call):
+    """Its blocks are computed anew."""
+    subject = make_gpu(path=CopyPath.EACH)
+    mark = subject.backend.mark()
+    release = subject.hold(Direction.LOAD)
+    copy = Copy(Direction.LOAD, np.array([5]), np.array([5]))
+    subject.gpu.refused[call] = 1
+    completion = subject.backend.issue(copy, mark)
+    assert completion.given.wait(PATIENCE_S)
+    subject.gpu.refused.clear()
+    is_over: list[bool] = []
+
+    def end() -> None:
+        is_over.append(True)
+        release()
+
+    threading.Timer(0.05, end).start()
+    assert not subject.backend.join(completion)
+    seen: list[bool] = []
+    subject.gpu.compute.enqueue(lambda: seen.append(bool(is_over)))
+    subject.gpu.compute.synchronize()
+    assert seen == [True]
+    assert outcome_of(completion) is FailureReason.COPY_FAILED
+
+
+def test_a_load_in_a_step_goes_by_the_next_path_when_one_fails(make_gpu):
+    subject = make_gpu(path=CopyPath.BATCH)
+    transfers = DrivenTransfers(subject.backend, 1 << 30)
+    storage, host = subject.fill(3)
+    subject.gpu.refused["copy_batch"] = 1
+    transfer = Transfer(1, ids_of([5, 6]), ids_of([5, 6]))
+    assert transfers.load_now(transfer, subject.backend.mark())
+    subject.arrive(Direction.LOAD, ([5, 6], [5, 6]), storage, host)
+    subject.assert_holds(storage, host)
+    assert transfers.close(PATIENCE_S)
+    assert transfers.drain() == [(1, None)]
+    assert subject.backend.paths == (CopyPath.EACH,)
+
+
 async def test_a_long_prompt_is_copied_by_several_launches(make_gpu, monkeypatch):
     """A launch keeps its multiprocessors from the forward until it ends."""
     subject = make_gpu(path=CopyPath.KERNEL)
