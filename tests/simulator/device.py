@@ -218,7 +218,8 @@ class Device:
         self.injected["loads-fail"] += fails
         if fault is not None:
             self.injected[fault.value] += 1
-        if fault is CopyFault.REFUSE:
+        is_on_loop = asyncio._get_running_loop() is not None  # else on vLLM's thread, which lives
+        if fault is CopyFault.REFUSE or (fault is CopyFault.KILL and not is_on_loop):
             raise TransferError(FailureReason.COPY_FAILED, "refused by the simulator")
         if fault is CopyFault.KILL:
             raise LoopKilledError(f"by copy {number} of rank {self.rank}")
