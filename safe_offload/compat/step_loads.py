@@ -5,7 +5,9 @@ reported by its blocks (`get_block_ids_with_load_errors`) with the output of its
 asynchronous scheduling, the next step has been launched by then: vLLM drops the request's token of
 the first step, but accepts that of the second, and lets others find what was computed. So such
 requests are preempted, as by a reset of the prefix cache, which drops the output of all steps in
-flight, and their blocks are found no more.
+flight, and their blocks are found no more. Of requests that wait for a load of their own and share
+such blocks, vLLM lets only the first compute them; so while a load in the step is in flight, no
+request with blocks of the GPU begins to wait for a load (`Planner.get_num_new_matched_tokens`).
 
 Source: vLLM 0.32.0, Scheduler.schedule, _handle_invalid_blocks, update_from_output and
 reset_prefix_cache of v1/core/sched/scheduler.py.
@@ -68,15 +70,22 @@ def may_load_in_step(
         and not getattr(parallel, "enable_dbo", False)
         and vllm_config.speculative_config is None
         and vllm_config.scheduler_config.scheduler_cls is None
-        and hasattr(SchedulerOutput, "has_sync_kv_loads")
-        and hasattr(Scheduler, "_handle_invalid_blocks")
-        and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
+        and _fits()
     )
 
 
 def preempt_failed() -> None:
-    """Wrap `Scheduler._handle_invalid_blocks` of vLLM; a second call does nothing."""
-    wrap(Scheduler, "_handle_invalid_blocks", _then_preempt)
+    """Wrap `Scheduler._handle_invalid_blocks` of a vLLM that fits; a second call does nothing."""
+    if _fits():
+        wrap(Scheduler, "_handle_invalid_blocks", _then_preempt)
+
+
+def _fits() -> bool:
+    return (
+        hasattr(SchedulerOutput, "has_sync_kv_loads")
+        and hasattr(Scheduler, "_handle_invalid_blocks")
+        and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
+    )
 
 
 def _then_preempt(

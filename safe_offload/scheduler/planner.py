@@ -231,7 +231,7 @@ class Planner(SchedulerSide):
 
         Returns:
             Number of further tokens that can be loaded, 0 for none; None while the request waits
-            for another request's load of the same blocks, or for a tier.
+            for another request's load of the same blocks, or in the step, or for a tier.
         """
         state = self.book.get(request.request_id)
         if state is None or state.request is not request:
@@ -258,6 +258,8 @@ class Planner(SchedulerSide):
             num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         else:
             num_tokens = self._match_shared(self._slots.source, state, num_computed_tokens, now_s)
+        if num_tokens and num_computed_tokens and self.loads.is_loading_in_step:
+            return None  # the GPU's blocks may be those that are being loaded; see `step_loads`
         if num_tokens is not None:
             if num_tokens and self._extras is not None:
                 self._extras.make_room(num_computed_tokens + num_tokens)
@@ -497,7 +499,8 @@ class Planner(SchedulerSide):
 
     def plan_nothing(self) -> StepPlan:
         """Return the plan of a step whose planning failed, after `disable`: what has failed."""
-        _, unloaded = self.loads.take_in_step()
+        transfers, unloaded = self.loads.take_in_step()  # the former if `disable` failed, too
+        unloaded += tuple(block_id for load in transfers for block_id in load.block_ids)
         plan = StepPlan(failures=self.loads.failures, unloaded=unloaded)
         self.loads.sent()
         self.loads.planned()

@@ -634,5 +634,13 @@ class Loads:
         """Return whether a load is planned or in flight."""
         return bool(self.ledger.new or self.ledger.in_flight)
 
+    @property
+    def is_loading_in_step(self) -> bool:
+        """Return whether a load in the step is planned or in flight: then it is the oldest."""
+        for loads in (self.ledger.in_flight.values(), self.ledger.new):
+            for load in loads:
+                return load.is_in_step
+        return False
+
     def __len__(self) -> int:
         return len(self.ledger.in_flight)

@@ -106,9 +106,11 @@ class Lane:
     def submit(
         self, completion: GpuCompletion, pieces: Callable[[GpuCompletion], Iterator[None]]
     ) -> None:
-        """Queue a copy; its pieces are given by the lane's own thread."""
+        """Queue a copy, whose pieces the lane's own thread gives; TransferError once it closes."""
         completion.pieces = pieces(completion)
         with self._changed:
+            if self._is_closed:  # nobody would give them
+                raise TransferError(FailureReason.NOT_RUNNING, "the copies have ended")
             self._queue.append(completion)
             self._changed.notify_all()
 

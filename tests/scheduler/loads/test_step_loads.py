@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.simulator.device import SimBackend
+
 IN_STEP = {"load_in_step": True}
 ENGINES = [
     pytest.param({}, id="cpu"),
@@ -75,3 +77,33 @@ def test_slots_stay_leased_until_the_load_is_reported(make_rig):
     assert [list(lease.slots) for lease in rig.planner.leases] == [list(load.slot_ids)]
     rig.hold_copies(False)
     rig.finish()
+
+
+@pytest.mark.parametrize("shape", ENGINES)
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_nobody_waits_for_a_load_beside_blocks_of_one_in_the_step(
+    make_rig, monkeypatch, shape, is_aborted
+):
+    """If that fails, vLLM lets only the first of the waiting requests recompute its blocks."""
+    rig = make_rig(extra=IN_STEP, num_blocks=80, num_slots=200, **shape)
+    rig.start()
+    stem = rig.prompt(40, 1)
+    longer = {f"longer {n}": stem + rig.prompt(41, n) for n in (2, 3)}
+    for number, prompt in enumerate(longer.values()):
+        rig.run_alone(f"warm {number}", prompt)
+    rig.forget_gpu_cache()
+    join = SimBackend.join
+
+    def fail(backend, completion):
+        completion.fails = True
+        return join(backend, completion)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimBackend, "join", fail)
+        for name, prompt in {"first": stem + rig.prompt(6, 4), **longer}.items():
+            rig.add(name, prompt)
+        plan = rig.planned_step()
+        assert (len(plan.loads_in_step), len(plan.loads)) == (1, 0)
+        if is_aborted:
+            rig.abort("first")
+    rig.finish(**dict.fromkeys(longer, 4), **({} if is_aborted else {"first": 4}))
