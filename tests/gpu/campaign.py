@@ -136,6 +136,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             each.kill()
     process.kill()
     process.wait()
+    psutil.wait_procs(started, STOP_S)
 
 
 def find_facts() -> tuple[dict[str, str], list[str]]:

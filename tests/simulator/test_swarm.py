@@ -62,6 +62,7 @@ def test_every_option_is_drawn():
         "max_inflight_bytes",
         "transfer_timeout_s",
         "check_invariants",
+        "load_in_step",
         "tiers",
     }
 

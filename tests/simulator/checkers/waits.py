@@ -85,6 +85,8 @@ class WaitChecker:
         if answer[0] is None and (self._is_starting() or self._is_held_up()):
             return answer
         side = self._core.connector.side
+        if answer[0] is None and num_computed_tokens and side.loads.is_loading_in_step:
+            return answer
         state = side.book.find(request)
         is_put_off = answer[0] is None and state is not None and state.load.wait.is_put_off
         waiter = self._waiters.setdefault(id(request), _Waiter(request))
