@@ -40,7 +40,7 @@ SEEDS |= dict.fromkeys(
     ),
     (1, 0),
 )
-SEEDS |= {"spoilt": (1, 0), "tiers-shared": (2, 3)}
+SEEDS |= {"spoilt": (1, 0), "tiers-shared": (2, 3), "in-step-faults": (3, 4)}
 """Two that earn enough, one of them with our own checks; `make sim` runs more."""
 NEED_BOTH = ("loads-fail", "tiers-far", "all-faults", "failing", "flips")
 BY_DAY = {name: seeds if name in NEED_BOTH else seeds[-1:] for name, seeds in SEEDS.items()}
