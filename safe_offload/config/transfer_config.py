@@ -56,8 +56,7 @@ def settle(config: Any) -> None:
     """Give a KVTransferConfig that names us its role, and refuse what cannot be used.
 
     Our children under MultiConnector are checked here, because vLLM reads them only after loading
-    the model. Each gets the outer failure policy, which applies, and
-    loads ahead of steps.
+    the model. Each gets the outer failure policy, which applies, and loads ahead of steps.
 
     Raises:
         ConfigError: a setting or the role cannot be used.
