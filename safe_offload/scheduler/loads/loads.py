@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
@@ -255,8 +256,7 @@ class Loads:
         elif case is Case.POSTPONE and hit is not None:
             self._counters[Count.POSTPONED_HITS] += 1
             self._boundaries.part(state, hit.parted_at)
-            is_loading = self.ledger.in_flight or self.ledger.new
-            if is_loading and self._shared_loads.puts_off(progress.wait, now_s):
+            if self.is_loading and self._shared_loads.puts_off(progress.wait, now_s):
                 return None
         return 0
 
@@ -637,10 +637,8 @@ class Loads:
     @property
     def is_loading_in_step(self) -> bool:
         """Return whether a load in the step is planned or in flight: then it is the oldest."""
-        for loads in (self.ledger.in_flight.values(), self.ledger.new):
-            for load in loads:
-                return load.is_in_step
-        return False
+        oldest = next(chain(self.ledger.in_flight.values(), self.ledger.new), None)
+        return oldest is not None and oldest.is_in_step
 
     def __len__(self) -> int:
         return len(self.ledger.in_flight)
