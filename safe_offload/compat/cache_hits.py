@@ -29,12 +29,12 @@ def make_coordinator(
     Its hits may end inside a block, as vLLM's own do.
     Source: vLLM 0.31 to 0.33, HybridKVCacheCoordinator.enable_partial_hash_hits.
     """
-    speculative = vllm_config.speculative_config
+    eagle = "use_eagle_block_drop", "use_eagle"
     wanted = {
         "kv_cache_config": kv_cache_config,
         "max_model_len": vllm_config.model_config.max_model_len,
         "max_in_flight_tokens": getattr(vllm_config, "max_in_flight_tokens", 0),
-        "use_eagle": speculative is not None and _drops_eagle_block(speculative),
+        "use_eagle": _answer_of(vllm_config.speculative_config, *eagle),
         "enable_caching": True,
         "enable_kv_cache_events": False,
         "dcp_world_size": vllm_config.parallel_config.decode_context_parallel_size,
@@ -49,12 +49,12 @@ def make_coordinator(
 
 def uses_drafter(vllm_config: VllmConfig) -> bool:
     """Return whether drafts come from the model's states: EAGLE, MTP and the like."""
-    use_eagle = getattr(vllm_config.speculative_config, "use_eagle", None)
-    return use_eagle is not None and bool(use_eagle())
+    return _answer_of(vllm_config.speculative_config, "use_eagle")
 
 
-def _drops_eagle_block(speculative_config: Any) -> bool:
-    for name in ("use_eagle_block_drop", "use_eagle"):
+def _answer_of(speculative_config: Any, *names: str) -> bool:
+    """Return the answer of the first of these methods that there is; False without one."""
+    for name in names:
         method = getattr(speculative_config, name, None)
         if method is not None:
             return bool(method())
