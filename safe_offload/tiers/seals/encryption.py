@@ -58,7 +58,7 @@ class Encryption(Seal):
         salt = secrets.token_bytes(_SALT_BYTES)
         fields = naming.header(name, length_bytes, 0, version=self.version)
         head = fields[:-KEYED_BYTES] + key_id + salt
-        encryptor = Cipher(AES256(_derived(key, salt, b"object")), GCM(_NONCE)).encryptor()
+        encryptor = _cipher(key, salt).encryptor()
         encryptor.authenticate_additional_data(head)
         body = room(length_bytes)
         start = 0
@@ -106,7 +106,7 @@ class Encryption(Seal):
         if (key := self._keys.get(key_and_salt[:_ID_BYTES])) is None:
             return None
         salt = key_and_salt[_ID_BYTES:]
-        decryptor = Cipher(AES256(_derived(key, salt, b"object")), GCM(_NONCE)).decryptor()
+        decryptor = _cipher(key, salt).decryptor()
         decryptor.authenticate_additional_data(found[:-_TAG_BYTES])
         return decryptor
 
@@ -125,6 +125,11 @@ def _verdict(
     except InvalidTag:
         return Result.CORRUPT
     return Result.DONE
+
+
+def _cipher(key: bytes, salt: bytes) -> Cipher[GCM]:
+    """Return the cipher of one object."""
+    return Cipher(AES256(_derived(key, salt, b"object")), GCM(_NONCE))
 
 
 def _derived(key: bytes, salt: bytes | None, purpose: bytes) -> bytes:
