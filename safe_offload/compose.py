@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import engine_config, media_ids, specs
-from safe_offload.compat.step_loads import may_load_in_step
+from safe_offload.compat.engine_core.step_loads import may_load_in_step
 from safe_offload.config.tenants import TenantsFile
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import make_events

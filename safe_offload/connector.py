@@ -28,7 +28,7 @@ from safe_offload.compat.base import (
 from safe_offload.compat.engine_core.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.compat.engine_core.pauses import REPORTED, skip_pauses
 from safe_offload.compat.engine_core.resets import allow_resets_under_loads
-from safe_offload.compat.step_loads import preempt_failed
+from safe_offload.compat.engine_core.step_loads import preempt_failed
 from safe_offload.compose import Composition
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError

@@ -111,7 +111,7 @@ class Load(Pending):
         first_hash, end_hash: the range of these blocks that it loads.
         has_ended: every rank has reported it, or it was dropped.
         sent_s: the time of its plan.
-        is_in_step: vLLM does not wait for it; see `compat.step_loads`.
+        is_in_step: vLLM does not wait for it; see `engine_core.step_loads`.
     """
 
     transfer: Transfer

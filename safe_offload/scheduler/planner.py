@@ -75,7 +75,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         may_refuse: the eviction policy may keep blocks from being stored.
-        may_load_in_step: see `compat.step_loads`.
+        may_load_in_step: see `engine_core.step_loads`.
     """
 
     num_ranks: int
@@ -259,7 +259,7 @@ class Planner(SchedulerSide):
         else:
             num_tokens = self._match_shared(self._slots.source, state, num_computed_tokens, now_s)
         if num_tokens and num_computed_tokens and self.loads.is_loading_in_step:
-            return None  # the GPU's blocks may be those that are being loaded: compat/step_loads.py
+            return None  # the GPU's blocks may be those being loaded (`engine_core.step_loads`)
         if num_tokens is not None:
             if num_tokens and self._extras is not None:
                 self._extras.make_room(num_computed_tokens + num_tokens)

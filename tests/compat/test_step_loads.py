@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from safe_offload.compat.step_loads import may_load_in_step
+from safe_offload.compat.engine_core.step_loads import may_load_in_step
 from safe_offload.config.options import OffloadConfig
 
 TIERS = [{"url": "file:///tmp/kv"}]
