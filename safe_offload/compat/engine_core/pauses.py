@@ -28,7 +28,6 @@ NAMES: Final = (
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-
 REPORTED: Final[deque[str]] = deque(maxlen=1)
 """The last request whose load this step has reported; empty if there is none."""
 
