@@ -338,7 +338,7 @@ class Planner(SchedulerSide):
 
     def announce_failure(self, request: Request) -> None:
         """A load could not be planned, for which vLLM waits or in its step: let it recompute."""
-        if request is self._in_step:
+        if self._in_step is not None and request is self._in_step:
             self.loads.name_unloaded(self.gpu.block_ids_of(request.request_id))
         else:
             self.loads.announce_failure(self.on_new_request(request))
