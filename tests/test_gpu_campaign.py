@@ -19,7 +19,7 @@ from safe_offload.commands.bench.engine import BenchOptions
 from safe_offload.commands.doctor.vllm_facts import MARK
 from tests import stopping
 from tests.benchmarks import __main__ as benchmarks
-from tests.gpu import campaign, shapes
+from tests.gpu import campaign, pictures, shapes
 from tests.gpu.campaign import STOP_S, ask_torch, read_log
 from tests.gpu.steps import (
     BUDGET_S,
@@ -279,3 +279,24 @@ def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, 
             assert "# safe_offload on a GPU" in Path(last).read_text()
         else:
             assert (last, folder.exists()) == ("Nothing was run.", False)
+
+
+def test_pictures_have_every_engine_and_name_those_that_did_not_start(tmp_path):
+    machine = {"date": "2026-11-29 10:00 UTC"}
+    figures = {"second pass": [0.25, 0.5], "own hit": [0.125], "first token, mean": [1.0]}
+    samples = {engine: {**figures} for engine in ("none", "ours", "OC")}
+    part = {
+        "samples": samples,
+        "machine": machine,
+        "requests_per_s": {one: [2.0] for one in samples},
+    }
+    steps = {"lengths-1000": part, "lengths-16000": part, "users-4": part, "llama-busy": part}
+    files = [*pictures.draw(steps, "one GPU", tmp_path)]
+    assert [file.name for file in files] == ["lengths.svg", "users.svg"]
+    points = pictures.points_of(steps, "lengths")
+    assert pictures.line(points, "OC", "second pass") == ([1000, 16_000], [0.375, 0.375])
+    assert pictures.line(points, "SCO", "second pass") == ([], [])
+    absent = "SimpleCPUOffloadConnector does not start"
+    for file in files:
+        for words in ("safe_offload", "OffloadingConnector", "one GPU; 2026-11-29", absent):
+            assert f">{words}<" in file.read_text()

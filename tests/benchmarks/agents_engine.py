@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser)
     add = parser.add_argument
     add("--traces", type=Path, required=True, help="folder of weka_trace, or *.json.gz")
-    add("--users", type=int, default=16, help="at once (%(default)s)")
+    several = "at once (%(default)s); of several numbers, each on the same engines"
+    add("--users", nargs="+", type=int, default=[16], help=several)
     add("--turns", type=int, default=12, help="requests of a user (%(default)s)")
     add("--scale", type=int, default=4, help="divides lengths and times (%(default)s)")
     add("--think-s", type=float, default=math.inf, help="at most, after scaling (no limit)")
@@ -94,13 +95,14 @@ def run_command(arguments: argparse.Namespace) -> int:
     longest = options.prompt_tokens - options.answer_tokens
     recorded = agents_traces.read(arguments.traces)
 
-    def draw(index: int) -> list[Conversation]:
-        how = (arguments.users, longest * arguments.scale, arguments.turns)
+    def draw(index: int, num_users: int) -> list[Conversation]:
+        how = (num_users, longest * arguments.scale, arguments.turns)
         chosen = agents_traces.choose(recorded, *how, f"{options.seed}/{index}")
         scaled = (agents_traces.scale(one, arguments.scale) for one in chosen)
         return [agents_traces.cut_thinking(one, arguments.think_s) for one in scaled]
 
-    under_way = agents_traces.mean_context(draw(1)) * arguments.users
+    num_users_max = max(arguments.users)
+    under_way = agents_traces.mean_context(draw(1, num_users_max)) * num_users_max
     options = with_pool(options, POOL_SHARE * under_way)
     found: dict[str, list[Replayed]] = {}
     is_good = True
@@ -113,15 +115,24 @@ def run_command(arguments: argparse.Namespace) -> int:
         for name in arguments.also:
             part = connectors.ON_ENGINES[name](engines, also)._replace(absent=absent)
             is_good = is_good and part.is_good
-            publish_part(connectors.make_report(name, part, also, machine), arguments, name)
+            report = connectors.make_report(name, part, also, machine)
+            connectors.publish_part(report, arguments, name)
         first = 1 if arguments.also else 0
-        for index, engine in connectors.in_turns(engines, options.rounds, first):
-            turns = [to_turns(user, one) for user, one in enumerate(draw(index))]
-            plan = Round(turns, arguments.seconds, folder / f"requests-{engine}.jsonl")
-            replayed = engines[engine].call(replay, plan, TIMEOUT_S)
-            if index:
-                found.setdefault(engine, []).append(replayed)
-                publish(make_report(found, absent, options, arguments, machine), arguments)
+        for num_users in arguments.users:
+            found = {}
+            one = argparse.Namespace(**vars(arguments) | {"users": num_users})
+            for index, engine in connectors.in_turns(engines, options.rounds, first):
+                drawn = draw(index, num_users)
+                turns = [to_turns(user, conversation) for user, conversation in enumerate(drawn)]
+                plan = Round(turns, arguments.seconds, folder / f"requests-{engine}.jsonl")
+                replayed = engines[engine].call(replay, plan, TIMEOUT_S)
+                if index:
+                    found.setdefault(engine, []).append(replayed)
+                    report = make_report(found, absent, options, one, machine)
+                    if len(arguments.users) == 1:
+                        publish(report, arguments)
+                    else:
+                        connectors.publish_part(report, arguments, str(num_users))
     return int(not found or not is_good)
 
 
@@ -133,12 +144,6 @@ def with_pool(options: BenchOptions, num_tokens: float) -> BenchOptions:
     return replace(
         options, num_gpu_blocks=math.ceil(ratio * options.prompt_tokens / options.block_size)
     )
-
-
-def publish_part(report: Report, arguments: argparse.Namespace, name: str) -> None:
-    """Publish what has been found by now: a campaign may cut off the rest."""
-    file = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}-{name}")
-    publish(report, argparse.Namespace(json=file))
 
 
 def make_report(

@@ -91,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scenario", choices=list(SCENARIOS), default="return", help="(%(default)s)")
     add("--only", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: all)")
+    several = "`return` or `busy` with prompts of each of these, on the same engines"
+    add("--lengths", nargs="+", type=int, default=[], metavar="TOKENS", help=several)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -98,9 +100,25 @@ def run_command(arguments: argparse.Namespace) -> int:
     machine = describe_machine()
     options = bench_engine.read_options(arguments)
     with with_model(options, arguments) as (options, folder):
-        found = SCENARIOS[arguments.scenario](options, arguments.only, folder)
-    publish(make_report(arguments.scenario, found, options, machine), arguments)
-    return int(not found.is_good)
+        if not arguments.lengths:
+            found = SCENARIOS[arguments.scenario](options, arguments.only, folder)
+            publish(make_report(arguments.scenario, found, options, machine), arguments)
+            return int(not found.is_good)
+        is_good = True
+        with running(arguments.only, options, folder) as (engines, absent):
+            for length in arguments.lengths:
+                shorter = replace(options, prompt_tokens=length)
+                found = ON_ENGINES[arguments.scenario](engines, shorter)._replace(absent=absent)
+                is_good &= found.is_good
+                report = make_report(arguments.scenario, found, shorter, machine)
+                publish_part(report, arguments, str(length))
+    return int(not is_good)
+
+
+def publish_part(report: Report, arguments: argparse.Namespace, name: str) -> None:
+    """Publish a part beside the file of the whole: a campaign may cut off the rest."""
+    file = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}-{name}")
+    publish(report, argparse.Namespace(json=file))
 
 
 def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, Any] | None:

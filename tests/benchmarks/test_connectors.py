@@ -97,7 +97,7 @@ def test_parts_are_published_beside_the_whole(tmp_path):
     report = connectors.make_report(
         "busy", connectors.Found({"ours": {"hit": [1.0]}}, {}, 0), BenchOptions(), {}
     )
-    agents_engine.publish_part(report, argparse.Namespace(json=whole), "busy")
+    connectors.publish_part(report, argparse.Namespace(json=whole), "busy")
     assert [file.name for file in Path(tmp_path).iterdir()] == ["figures-busy.json"]
 
 

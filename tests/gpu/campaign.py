@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from safe_offload.commands.bench.report import describe_machine, table
+from tests.gpu import pictures
 from tests.gpu.steps import (
     BUDGET_S,
     FIGURES,
@@ -302,7 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.steps or step.name in arguments.steps:
             run([step], folder, end_s, len(gpus), small=arguments.small)
             (folder / REPORT).write_text(render(steps, folder, facts), encoding="utf-8")
-    print(folder / REPORT)
+    where = ", ".join(gpus) or f"vLLM's CPU engine, {facts['CPU']}"
+    print(*pictures.draw(read_figures(folder), where, folder), folder / REPORT, sep="\n")
     return int(any(verdict_of(folder, step).startswith("FAILED") for step in steps))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,9 @@ def more_steps(python: str) -> list[Step]:
     sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
     args = ("--engine-args", json.dumps(QUICK | SMALL_POOL))
     shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
+    up_to_64k = ("--prompt-tokens", "64000", "--lengths", *(str(1000 << n) for n in range(7)))
+    how: dict[str, Any] = {"only": ENGINES, "gpu_only": QUICK | AGENTS_POOL}
+    lengths = connectors("lengths", 240, "return", "llama", *up_to_64k, **how)
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
     return [
         make.bench(
@@ -124,6 +127,8 @@ def more_steps(python: str) -> list[Step]:
             *(*shape, "--rounds", "3"),
             small=("--logs", "{folder}", *SMALL),
         ),
+        replace(lengths, small=(*lengths.small, "--lengths", "300", "600")),
+        make.agents("users", 420, (2, 4, 8, 16, 32), 4, "--seconds", "20", turns=3),
         connectors("tiers", 90, "tiers", "llama", "--cpu-bytes", "2GiB", gpu_only=QUICK),
         *(make.tests(f.stem, 120, f) for f in find_gpu_tests() if f.stem not in SMOKE),
         connectors("compiled", 150, "return", "llama"),
@@ -131,7 +136,7 @@ def more_steps(python: str) -> list[Step]:
         connectors("return-mamba", 150, "return", "mamba"),
         make.bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
-        make.agents("agents-64", 401, 64, 16, turns=12),
+        make.agents("agents-64", 401, [64], 16, turns=12),
         connectors("soak", 240, "soak", "llama", "--rounds", "10"),
         connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
         connectors("two-gpus", 180, "return", "llama", num_gpus=2, tensor_parallel_size=2),
@@ -219,21 +224,27 @@ class Maker:
     def llama(self) -> Step:
         """`return`, `busy` and agents on the same four engines, whose start takes longest."""
         also = ("--also", "return", "busy")
-        step = self.agents("llama", 219, 16, 4, *also, "--cpu-bytes", "18GiB", turns=6)
+        step = self.agents("llama", 219, [16], 4, *also, "--cpu-bytes", "18GiB", turns=6)
         small = (*step.small, *also, "--also-tokens", "600", "--also-rounds", "1")
         return replace(step, small=small)
 
     def agents(
-        self, name: str, estimate_s: float, users: int, scale: int, *words: str, turns: int
+        self,
+        name: str,
+        estimate_s: float,
+        users: Sequence[int],
+        scale: int,
+        *words: str,
+        turns: int,
     ) -> Step:
         """Contexts of up to 64,000 and 16,000 tokens; on the CPU of 500."""
         traces = ("agents_engine", "--traces", str(TRACES), "--logs", "{folder}")
-        who = ("--users", str(users), "--scale", str(scale), "--turns", str(turns))
+        who = ("--users", *map(str, users), "--scale", str(scale), "--turns", str(turns))
         limits = ("--think-s", "1", "--seconds", "40", "--rounds", "1")
         sizes = ("--prompt-tokens", str(256_000 // scale), "--cpu-bytes", "24GiB")
         args = ("--block-size", "16", "--engine-args", json.dumps(QUICK | AGENTS_POOL))
         full = (*traces, "--shape", "llama", *who, *limits, *sizes, *args, *words)
-        small = (*traces[1:], "--users", "3", "--turns", "3", "--scale", "256", "--think-s", "1",
-                 *SMALL, "--only", *ENGINES)  # fmt: skip
+        few = ("--users", *("2", "3")[: len(users)], "--turns", "3", "--scale", "256")
+        small = (*traces[1:], *few, "--think-s", "1", *SMALL, "--only", *ENGINES)
         step = self.bench(name, estimate_s, *full, small=small)
         return replace(step, lacks="" if TRACES.is_file() else f"no {TRACES.name} in shared/traces")

@@ -1,0 +1,97 @@
+"""The pictures of docs/benchmarks, from the figures of a campaign.
+
+`lengths.svg`: time to first token by prompt length. `users.svg`: requests a second and mean time to
+first token by concurrent users. An engine that did not start is left out, and named under the
+picture. The steps of the campaign have the same names.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.connectors import PEERS
+
+COLOURS = {"none": "#7a7a7a", "OC": "#d1801f", "SCO": "#8a4fbf", "ours": "#0b6fb8"}
+LABELS = {"none": "no connector", "ours": "safe_offload", **PEERS}
+Points = dict[int, dict[str, Any]]
+"""By prompt length or number of users: what a benchmark has written."""
+
+
+def points_of(steps: Mapping[str, Any], name: str) -> Points:
+    """Return the parts of a step, by the number that their names end with."""
+    parts = {key.removeprefix(f"{name}-"): part for key, part in steps.items()}
+    return {int(key): parts[key] for key in sorted(filter(str.isdigit, parts), key=int)}
+
+
+def line(points: Points, engine: str, figure: str) -> tuple[list[int], list[float]]:
+    """Return where an engine has samples of a figure, and their medians."""
+    samples = {x: part["samples"].get(engine, {}).get(figure) for x, part in points.items()}
+    found = {x: statistics.median(values) for x, values in samples.items() if values}
+    return [*found], [*found.values()]
+
+
+def draw_lengths(points: Points, where: str, file: Path) -> None:
+    """Draw the time to first token of a prompt whose KV cache the GPU has evicted."""
+    figure, (axes,) = _begin(1)
+    for engine in COLOURS:
+        _draw(axes, engine, *line(points, engine, "second pass"))
+    axes.plot(*line(points, "ours", "own hit"), color="#7a7a7a", ls=":", label="vLLM's own hit")
+    axes.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="time to first token, s")
+    _end(figure, [axes], points, "A prompt comes back after vLLM has evicted it", where, file)
+
+
+def draw_users(points: Points, where: str, file: Path) -> None:
+    """Draw requests a second, and the mean time to first token."""
+    for part in points.values():
+        for engine, values in part["requests_per_s"].items():
+            part["samples"][engine]["requests/s"] = values
+    figure, both = _begin(2)
+    rows = (("requests/s", "requests a second"), ("first token, mean", "mean TTFT, s"))
+    for axes, (name, title) in zip(both, rows, strict=True):
+        for engine in COLOURS:
+            _draw(axes, engine, *line(points, engine, name))
+        axes.set(xscale="log", ylim=(0, None), xlabel="concurrent users", ylabel=title)
+    _end(figure, both, points, "Recorded coding agents", where, file)
+
+
+def _begin(number: int) -> tuple[Any, list[Any]]:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams |= {"svg.hashsalt": "safe_offload", "svg.fonttype": "none", "axes.grid": True,
+                     "grid.color": "#e4e4e4", "axes.spines.top": False,
+                     "axes.spines.right": False, "lines.linewidth": 2.0}  # fmt: skip
+    figure = Figure(figsize=(4.6 * number + 1.2, 4.0), layout="constrained")
+    return figure, [*figure.subplots(1, number, squeeze=False)[0]]
+
+
+def _draw(axes: Any, engine: str, numbers: list[int], values: list[float]) -> None:
+    if numbers:
+        axes.plot(numbers, values, color=COLOURS[engine], marker="o", ms=4, label=LABELS[engine])
+
+
+def _end(
+    figure: Any, every: Sequence[Any], points: Points, title: str, where: str, file: Path
+) -> None:
+    for axes in every:
+        axes.set_xticks([*points], [f"{x // 1000}k" if x >= 1000 else str(x) for x in points])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+    every[0].legend(frameon=False)
+    last = next(reversed(points.values()))
+    absent = [f"{LABELS[name]} does not start" for name in COLOURS if name not in last["samples"]]
+    about = [f"{where}; {last['machine']['date'][:10]}", *absent]
+    figure.suptitle(title, fontsize=12)
+    figure.supxlabel("\n".join(about), fontsize=8)
+    figure.savefig(file, metadata={"Date": None})
+
+
+def draw(steps: Mapping[str, Any], where: str, folder: Path) -> Iterator[Path]:
+    """Draw what a campaign has figures of; yield the files. `where`: the machine, in words."""
+    for name, picture in {"lengths": draw_lengths, "users": draw_users}.items():
+        if points := points_of(steps, name):
+            picture(points, where, folder / f"{name}.svg")
+            yield folder / f"{name}.svg"
