@@ -98,11 +98,12 @@ class WorkerBridge(WorkerSide):
         self._is_forward_issued = False
         self._may_wait = False
         self._is_gathered = False  # for the next report, by `take_changes`
-        self._last_store_id = -1  # of all plans
+        self._last_held_id = -1  # of all plans
         # Submitted and not drained; drained or failed and not reported.
         self._running: dict[int, Direction] = {}
         self._outcomes: list[Outcome] = []
-        self._stored_ids: set[int] = set()  # of stores among them
+        # Of stores among them, and of loads in the step: reported with the output of their step.
+        self._held_ids: set[int] = set()
         self._bad_slots: list[BadSlots] = []
         self._presences: list[Presence] = []
         self._failures: tuple[str, ...] = ()
@@ -235,14 +236,15 @@ class WorkerBridge(WorkerSide):
         self._unloaded.update(plan.unloaded)
         for transfer in plan.loads_in_step:
             self._unloaded.update(transfer.block_ids)
+            self._held_ids.add(transfer.transfer_id)
         if self._idle_timing is not None:
             self._end_idle_timing()
         self._cancel_unstarted()
         self._is_forward_issued = False
         self._may_wait = plan.is_idle
         self._loads, self._stores = plan.loads, plan.stores_after_forward
-        if stores := plan.stores_before_forward + plan.stores_after_forward:
-            self._last_store_id = stores[-1].transfer_id
+        if held := plan.loads_in_step + plan.stores_before_forward + plan.stores_after_forward:
+            self._last_held_id = held[-1].transfer_id
         if plan.loads or plan.loads_in_step:
             self._mark_loads(plan.loads_in_step)
         self._failures += plan.failures
@@ -287,14 +289,14 @@ class WorkerBridge(WorkerSide):
                 capacities = (Capacity(self._rank, num_slots),)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
         has_settled = self._outcomes or self._bad_slots or self._presences
-        settled = partial(self.report_settled, self._last_store_id)
+        settled = partial(self.report_settled, self._last_held_id)
         if self._is_beside_scheduler and (has_settled or self._is_loading):
             return StepReport((), capacities, (), lost, facts, later=settled)
         if not (has_settled or capacities or lost or facts):
             return None
         return replace(settled(), capacities=capacities, lost_ranks=lost, host_facts=facts)
 
-    def report_settled(self, last_store_id: int) -> StepReport:
+    def report_settled(self, last_held_id: int) -> StepReport:
         """Return unreported settled transfers; up to this moment, if a load is in flight.
 
         vLLM reads the report of a step after it has given the worker the next step. On the
@@ -302,16 +304,16 @@ class WorkerBridge(WorkerSide):
         a loaded request runs one or two steps sooner.
 
         Args:
-            last_store_id: of the reporting step. Later stores wait for their own step's output,
-                which may name blocks that another connector failed to load.
+            last_held_id: of the reporting step. Later stores and loads in the step wait for their
+                own step's output, which may name blocks that were not loaded.
         """
         if self.opened is not None and self._is_beside_scheduler and self._is_loading:
             self._drain(self.opened)
-        early = {store_id for store_id in self._stored_ids if store_id > last_store_id}
+        early = {held_id for held_id in self._held_ids if held_id > last_held_id}
         outcomes = tuple(o for o in self._outcomes if o.transfer_id not in early)
         settled = outcomes, (), tuple(self._bad_slots), (), (), tuple(self._presences)
         self._outcomes = [o for o in self._outcomes if o.transfer_id in early]
-        self._stored_ids, self._bad_slots, self._presences = early, [], []
+        self._held_ids, self._bad_slots, self._presences = early, [], []
         return StepReport(*settled)
 
     def take_changes(self, counters: Counters) -> None:
@@ -397,7 +399,7 @@ class WorkerBridge(WorkerSide):
     def _drain(self, opened: Opened) -> None:
         for transfer_id, failure in opened.transfers.drain():
             if self._running.pop(transfer_id, None) is Direction.STORE:
-                self._stored_ids.add(transfer_id)
+                self._held_ids.add(transfer_id)
             self._outcomes.append(Outcome(self._rank, transfer_id, failure))
         if opened.tiers is not None:
             answers = opened.tiers.drain()

@@ -275,16 +275,19 @@ def test_beside_the_scheduler_a_report_tells_what_has_settled_when_it_is_read(ma
     assert not any(report.later for report in worker.reports[2:]), "nothing is under way"
 
 
-def test_beside_the_scheduler_a_store_is_reported_with_the_output_of_its_step(make_worker):
+def test_beside_the_scheduler_stores_and_loads_in_the_step_are_reported_with_its_output(
+    make_worker,
+):
     worker = make_worker(is_beside_scheduler=True).register()
     first = Transfer(1, ids_of([4]), ids_of([4]))
     worker.step(StepPlan(loads=(Transfer(0, ids_of([6]), ids_of([4])),)))
     worker.step(StepPlan(stores_before_forward=(first,)))
     worker.step(StepPlan(stores_after_forward=(Transfer(2, ids_of([5]), ids_of([5])),)))
+    worker.step(StepPlan(loads_in_step=(Transfer(3, ids_of([7]), ids_of([4])),)))
     wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
     reports = [report.completed() for report in worker.reports]
     told = [{o.transfer_id for o in report.outcomes} if report else set() for report in reports]
-    assert told[-3:] == [{0}, {1}, {2}]
+    assert told[-4:] == [{0}, {1}, {2}, {3}]
 
 
 @pytest.mark.parametrize("order", ORDERS)

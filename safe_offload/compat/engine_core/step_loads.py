@@ -6,8 +6,9 @@ asynchronous scheduling, the next step has been launched by then: vLLM drops the
 the first step, but accepts that of the second, and lets others find what was computed. So such
 requests are preempted, as by a reset of the prefix cache, which drops the output of all steps in
 flight, and their blocks are found no more. Of requests that wait for a load of their own and share
-such blocks, vLLM lets only the first compute them; so while a load in the step is in flight, no
-request with blocks of the GPU begins to wait for a load (`Planner.get_num_new_matched_tokens`).
+such blocks, vLLM lets only the first compute them; so while a load in the step is in flight, which
+is until the output of that step at least, no request with blocks of the GPU begins to wait for a
+load (`Planner.get_num_new_matched_tokens`).
 
 Source: vLLM 0.32.0, Scheduler.schedule, _handle_invalid_blocks, update_from_output and
 reset_prefix_cache of v1/core/sched/scheduler.py.

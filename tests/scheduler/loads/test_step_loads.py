@@ -1,5 +1,7 @@
 """Hits that load in the step that computes the rest of their prompt."""
 
+import contextlib
+
 import pytest
 
 from tests.simulator.device import SimBackend
@@ -79,12 +81,8 @@ def test_slots_stay_leased_until_the_load_is_reported(make_rig):
     rig.finish()
 
 
-@pytest.mark.parametrize("shape", ENGINES)
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_nobody_waits_for_a_load_beside_blocks_of_one_in_the_step(
-    make_rig, monkeypatch, shape, is_aborted
-):
-    """If that fails, vLLM lets only the first of the waiting requests recompute its blocks."""
+def with_stem(make_rig, **shape):
+    """Return a rig, a prompt, and two others: the host has all of them, and they begin alike."""
     rig = make_rig(extra=IN_STEP, num_blocks=80, num_slots=200, **shape)
     rig.start()
     stem = rig.prompt(40, 1)
@@ -92,18 +90,60 @@ def test_nobody_waits_for_a_load_beside_blocks_of_one_in_the_step(
     for number, prompt in enumerate(longer.values()):
         rig.run_alone(f"warm {number}", prompt)
     rig.forget_gpu_cache()
+    return rig, stem + rig.prompt(6, 4), longer
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Within it, each load in the step fails."""
     join = SimBackend.join
 
     def fail(backend, completion):
         completion.fails = True
         return join(backend, completion)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SimBackend, "join", fail)
-        for name, prompt in {"first": stem + rig.prompt(6, 4), **longer}.items():
+    @contextlib.contextmanager
+    def fail_loads():
+        with monkeypatch.context() as patch:
+            patch.setattr(SimBackend, "join", fail)
+            yield
+
+    return fail_loads
+
+
+@pytest.mark.parametrize("shape", ENGINES)
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_nobody_waits_for_a_load_beside_blocks_of_one_in_the_step(
+    make_rig, failing, shape, is_aborted
+):
+    """If that fails, vLLM lets only the first of the waiting requests recompute its blocks."""
+    rig, first, longer = with_stem(make_rig, **shape)
+    with failing():
+        for name, prompt in {"first": first, **longer}.items():
             rig.add(name, prompt)
         plan = rig.planned_step()
         assert (len(plan.loads_in_step), len(plan.loads)) == (1, 0)
         if is_aborted:
             rig.abort("first")
     rig.finish(**dict.fromkeys(longer, 4), **({} if is_aborted else {"first": 4}))
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_nobody_waits_beside_blocks_of_one_that_fails_before_its_output(
+    make_rig, failing, has_streams, num_steps
+):
+    """Beside the scheduler, the failure may be known with the output of an earlier step."""
+    uni = {"is_async": True, "is_in_process": True, "has_streams": has_streams}
+    rig, first, longer = with_stem(make_rig, **uni)
+    rig.add("gone", rig.prompt(14, 9), max_tokens=20)
+    for _ in range(num_steps):  # one of which is in flight, and has something to report
+        rig.step()
+    rig.abort("gone")
+    with failing():
+        rig.add("first", first)
+        assert rig.planned_step().loads_in_step
+        for name, prompt in longer.items():
+            rig.add(name, prompt)
+        assert rig.planned_step().loads == ()
+    rig.finish(**dict.fromkeys(("first", *longer), 4))
