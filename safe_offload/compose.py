@@ -104,7 +104,7 @@ class Composition:
         return Planner(self._hits, gpu, self._options, self._counters, self.tiers, self.features)
 
     def tiers(self, planner: Planner) -> Tiers | None:
-        """Return the tiers, if there are any."""
+        """Return the tiers, if any are configured."""
         if not self._config.tiers:
             return None
         return Tiers(self._find_tiered(), self._tier_context(planner))

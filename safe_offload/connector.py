@@ -1,9 +1,9 @@
 """`SafeCPUOffloadConnector`: vLLM's hooks, one line each, and the frame that contains errors.
 
-vLLM creates the connector twice. Here each one gets its role, a `Planner` or a `WorkerBridge`. An
-exception from a hook would kill the engine or the worker, so none leaves this file: it is logged
-and counted, and the connector disables itself, so that every lookup misses. Only a bad
-configuration is an error, when the engine starts.
+vLLM creates the connector twice, as a `Planner` and as a `WorkerBridge`. An exception from a hook
+would kill the engine or the worker, so none leaves this file: it is logged and counted, and the
+connector disables itself, so that every lookup misses. Only an invalid configuration is an error,
+when the engine starts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """Keep a hook's exceptions from vLLM; the hook then answers `default()`."""
+    """Keep a hook's exceptions from vLLM; the hook then returns `default()`."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -76,10 +76,7 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 
 class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps KV cache in host memory and brings it back instead of recomputing it.
-
-    Its settings are in `kv_connector_extra_config`. Raises ConfigError for an invalid one.
-    """
+    """Keeps KV cache in host memory and brings it back instead of recomputing it."""
 
     _cache_hit_source = base.HIT_SOURCES.get("")
 
@@ -251,7 +248,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def _announce_failure(self, request: Request) -> None:
-        """Let vLLM recompute a request whose load could not be planned (I7)."""
         self.scheduler.announce_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -268,7 +264,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: EMPTY_PLAN)
     def _plan_nothing(self) -> StepPlan:
-        """Return the plan of a step whose planning failed."""
         return self.scheduler.plan_nothing()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -358,8 +353,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> None:
         """Return None. vLLM calls this after it has captured its graphs, so the engine is idle.
 
-        Nothing signals that an engine sleeps before its first step (0.32), so an engine that may
-        sleep counts as busy. Source: `EngineCore.__init__` in vllm/v1/engine/core.py (0.32.0).
+        Nothing signals a sleep before the first step (0.32), so an engine that may sleep counts as
+        busy. Source: `EngineCore.__init__` in vllm/v1/engine/core.py (0.32.0).
         """
         if not self._vllm_config.model_config.enable_sleep_mode:
             self.worker.engine_has_started()

@@ -1,7 +1,4 @@
-"""The exceptions of safe_offload.
-
-A message says what was expected, what was found, and how to fix it.
-"""
+"""The exceptions of safe_offload; a message says what was expected, what was found, and the fix."""
 
 
 class SafeOffloadError(Exception):
@@ -9,10 +6,7 @@ class SafeOffloadError(Exception):
 
 
 class ConfigError(SafeOffloadError, ValueError):
-    """An invalid setting; raised while the engine starts, never later.
-
-    Also a `ValueError`, which vLLM expects for an invalid setting.
-    """
+    """An invalid setting, raised only while the engine starts; vLLM expects a `ValueError`."""
 
 
 class ProtocolError(SafeOffloadError):
@@ -20,9 +14,7 @@ class ProtocolError(SafeOffloadError):
 
 
 class TransferError(SafeOffloadError):
-    """A failed copy between device and host.
-
-    The transfer fails with `reason`, and the tokens are recomputed (I6, I7).
+    """A failed copy between device and host; its tokens are recomputed (I6, I7).
 
     Args:
         reason: a member of `FailureReason` (protocol.py), or its name.

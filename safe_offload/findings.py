@@ -29,7 +29,7 @@ class Finding:
     fix: str = ""  # empty if there is nothing to do
 
     def to_json(self) -> dict[str, str]:
-        """Return the fields as words."""
+        """Return the fields as strings."""
         return asdict(self) | {"severity": self.severity.value}
 
 

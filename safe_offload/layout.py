@@ -1,8 +1,8 @@
 """The byte ranges of a GPU block, and their places in host memory.
 
-A GPU block is a set of byte ranges, one or more per layer. Cache groups share ranges, so vLLM may
-describe one several times; a `Geometry` lists each once. In host memory, each range has an array
-with one row per slot, so that a run of blocks and a run of slots form one contiguous copy.
+Cache groups share ranges, so vLLM may describe one several times; a `Geometry` lists each once. In
+host memory, each range has an array with one row per slot, so that a run of blocks and a run of
+slots form one contiguous copy.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class Geometry:
 class HostLayout:
     """The layout of slots in host memory.
 
-    Slots are in consecutive slabs, so that memory can become ready slab by slab. In a slab, each
-    segment of the geometry has an array with one row per slot. The last slab may be partly used;
-    its arrays have full size.
+    Consecutive slabs, so that memory becomes ready slab by slab, each with an array per segment of
+    the geometry. The last slab may be partly used; its arrays have full size.
     """
 
     geometry: Geometry
@@ -108,10 +107,7 @@ class HostLayout:
 
 
 def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: int) -> Geometry:
-    """Merge adjacent and repeated segments, in any order.
-
-    Args:
-        storage_bytes: size of the storage that all offsets point into.
+    """Merge adjacent and repeated segments of a storage of `storage_bytes`, in any order.
 
     Raises:
         ConfigError: a segment lies outside the storage, or two blocks share bytes.
@@ -154,8 +150,8 @@ def _check(segments: list[Segment], num_blocks: int, storage_bytes: int) -> None
 def _shares_bytes(segment: Segment, following: Segment) -> bool:
     """Return whether two segments overlap; the second begins before the first ends.
 
-    Segments of different strides count as overlapping. With the same stride, the second is in the
-    gaps of the first, or overlaps the block in which it begins, or the next one.
+    Different strides count as overlapping. With the same stride, the second is in the gaps of the
+    first, or overlaps the block in which it begins, or the next one.
     """
     stride = segment.stride_bytes
     if following.stride_bytes != stride:

@@ -1,4 +1,4 @@
-"""Files that this process has mapped and others can map too, found by address.
+"""Files that this process has mapped, found by address.
 
 Most are memfds, which have no name, so killed processes leave nothing behind.
 """
@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def make_memfd(size_bytes: int) -> int:
-    """Return the descriptor of new memory."""
+    """Return the descriptor of new memory of a fixed size."""
     descriptor = os.memfd_create("safe-offload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -89,8 +89,8 @@ def map_file(descriptor: int, *guards: int) -> mmap.mmap:
 def hide(mapping: mmap.mmap) -> None:
     """Exclude memory with KV cache from core dumps and from forked children.
 
-    A child must not copy-on-write pages that a device may write. The mapping does not exist in the
-    child, which must not unmap its addresses either: something else may be mapped there.
+    A child must not copy-on-write pages that a device may write. It must not unmap these addresses,
+    where something else may be mapped in it.
     """
     advise(mapping, "MADV_DONTFORK")
     advise(mapping, "MADV_DONTDUMP")

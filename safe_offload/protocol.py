@@ -1,8 +1,5 @@
 """The messages between the engine-core process and the worker processes, and their lifecycle.
 
-vLLM builds the connector twice, once beside the scheduler and once in every worker. The two sides
-share only the messages below.
-
 A *transfer* is one unit of copying between GPU blocks and host slots, named by a `transfer_id` that
 is never used twice. Its life:
 
@@ -15,10 +12,9 @@ is never used twice. Its life:
 5. When all ranks have reported, the scheduler side settles it: it publishes the slots of a store,
    completes a load, or announces a failed load through `StepPlan.failures` of the next step.
 
-Between host slots and *tiers* (a directory, a server) there are three messages more. A `Probe` asks
-which blocks the tiers have, and each rank answers with one `Presence`. A fetch reads objects into
-leased slots, a spill writes slots to a tier; both are a `TierTransfer`, and each rank reports it
-once, like any transfer.
+For *tiers* (a directory, a server), a `Probe` asks for blocks, and each rank answers with one
+`Presence`. A fetch reads objects into leased slots, a spill writes slots to tiers; both are a
+`TierTransfer`, and each rank reports it once, like any transfer.
 
 Reports are keyed by (rank, transfer_id), so that a duplicate cannot stand in for another rank's
 report (docs/guarantees.md: I3, I6, I7).
@@ -90,12 +86,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Blocks by what they hold, as tiers know them.
-
-    Attributes:
-        group_ids: the KV cache group of each, below 256.
-        hashes: the hash of each, as vLLM computes it.
-    """
+    """Blocks as tiers know them: by KV cache group, below 256, and by vLLM's hash."""
 
     group_ids: bytes
     hashes: tuple[bytes, ...]
@@ -113,7 +104,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Which of these blocks do the tiers have?
+    """A question to the tiers: which of these blocks do they have?
 
     Attributes:
         probe_id: unique over the life of the engine, growing.
@@ -133,12 +124,12 @@ class TierTransfer:
         transfer_id: as of a `Transfer`; the two never share one.
         slot_ids: leased; one for each key.
         generation: as of a `Probe`.
-        origins: for each key n if the n-th tier has it, as far as is known, counted from 1; 0 if
-            none is known to. Empty: all are 0. A fetch looks there first. A spill goes to all
-            tiers if it is 0, else to those nearer than it that keep (`TierConfig.keep`).
+        origins: for each key the tier that is known to have it, counted from 1; 0 if none is.
+            Empty: all are 0. A fetch looks there first. A spill goes to all tiers if it is 0, else
+            to those nearer than it that keep (`TierConfig.keep`).
         marks: of a spill with tenants, for each key that of its tenant (`Tenants.marks`).
-        targets: of a spill, for each key which of these tiers it goes to, as bits of `ALL_TIERS`:
-            not to those that took it before. Empty: to all of them.
+        targets: of a spill, for each key the tiers that it goes to, as bits of `ALL_TIERS`: not to
+            those that took it before. Empty: to all of them.
     """
 
     transfer_id: int
@@ -202,13 +193,13 @@ IDLE_PLAN = StepPlan(is_idle=True)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one transfer on one rank; `failure` is None if its bytes are in place.
+    """The result of one transfer on one rank; `failure` is None if its bytes are in place.
 
     Attributes:
-        missing: places in the keys of a fetch or a spill whose bytes are not in place all the same:
+        missing: indices of keys of a fetch or a spill whose bytes are not in place all the same:
             the tier did not have them, or no tier took them, or some tier may take them later.
-        again: of a spill, for each of these places the tiers to write it to again, as bits; 0 if it
-            was refused for good. Empty: all of them to all tiers.
+        again: of a spill, for each of these the tiers to write it to again, as bits; 0 if it was
+            refused for good. Empty: all of them to all tiers.
     """
 
     rank: int
@@ -220,11 +211,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What the tiers of one rank have of a probe.
+    """The answer of one rank to a probe.
 
     Attributes:
-        tiers: for each key of the probe n if the n-th tier has it, the nearest that does, counted
-            from 1; 0 if none has, or none could say.
+        tiers: for each key of the probe the nearest tier that has it, counted from 1; 0 if none
+            has, or none could say.
     """
 
     rank: int
@@ -234,7 +225,7 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many host slots, from the first on, a rank can use; reported when there are more."""
+    """The number of host slots, from the first on, that a rank can use; reported when it grows."""
 
     rank: int
     num_slots: int
@@ -242,10 +233,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class BadSlots:
-    """Slots whose bytes changed on a rank; they must not be used again.
-
-    They are reported no later than the failure of the load that found it.
-    """
+    """Slots whose bytes changed on a rank; reported before the failure of their load."""
 
     rank: int
     slot_ids: tuple[int, ...]
@@ -261,12 +249,11 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """What is known of the host memory of a rank.
+    """The host memory of a rank.
 
     Attributes:
-        kind: page-locked or not.
         huge_pages: their share, as "99 %"; before memory is touched, whether they were requested.
-        numa_nodes: where it lies; empty if that is not known.
+        numa_nodes: empty if unknown.
     """
 
     kind: MemoryKind
@@ -276,7 +263,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """Where the host memory of a rank is that other engines use too.
+    """The host memory of a rank that other engines use too.
 
     Attributes:
         place: the folder, and the id of the table in it; the same for all ranks.
@@ -291,12 +278,13 @@ class PoolFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """How a rank keeps and copies, reported at the start and whenever it has changed.
+    """The memory and copy paths of a rank, reported at the start and after each change.
 
     Attributes:
-        copy_paths: ways to copy that are in use, the first one preferred.
-        num_sharing: ranks in a row that have one host memory, this one among them.
-        doubts: why what its tiers hold may not mean what it computes; see `Tiers.stand_alone`.
+        copy_paths: in use, the first one preferred.
+        num_sharing: consecutive ranks that have one host memory, this one among them.
+        doubts: reasons why objects of its tiers may not mean what it computes; see
+            `Tiers.stand_alone`.
         pool: None if no other engine uses this memory.
     """
 
@@ -310,12 +298,12 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """What settled on the workers since the last step; travels as vLLM's worker metadata.
+    """Transfers settled on the workers since the last step; travels as vLLM's worker metadata.
 
     Attributes:
         lost_ranks: ranks that cannot copy and never will, reported once.
-        later: of a worker on the scheduler's own thread, which is asked what has settled when the
-            report is read, stores of later steps excepted; such a report is never sent.
+        later: of a worker on the scheduler's own thread: returns what has settled when the report
+            is read, stores of later steps excepted; such a report is never sent.
     """
 
     outcomes: tuple[Outcome, ...] = ()
@@ -327,7 +315,7 @@ class StepReport(KVConnectorWorkerMetadata):
     later: Callable[[], StepReport] | None = field(default=None, compare=False, repr=False)
 
     def completed(self) -> StepReport | None:
-        """Return it with what `later` tells; None for nothing."""
+        """Return it with the result of `later`; None for nothing."""
         if self.later is None:
             return self
         whole = replace(self, later=None).aggregate(self.later())

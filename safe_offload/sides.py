@@ -1,8 +1,7 @@
-"""What the connector asks of its role: beside the scheduler, or in a worker.
+"""The interface of the connector's two roles; methods named like vLLM's hooks answer these.
 
-`scheduler.planner.Planner` and `worker.bridge.WorkerBridge` do the work. The classes here do
-nothing: they stand where nothing could be hit, in the other role, and until vLLM has bound its
-blocks. Methods of the names of vLLM's hooks answer these.
+`Planner` and `WorkerBridge` do the work. The classes here do nothing: they stand where no hit is
+possible, in the other role, and until vLLM has bound its blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ NO_LABELS: Mapping[str, str] = {}
 
 
 class Side:
-    """What both roles have: how they stand, and the end of all work after an error.
+    """The common interface of both roles.
 
     Attributes:
         has_changed: a count, a gauge or a label may have changed since `take_changes`.
@@ -28,45 +27,45 @@ class Side:
     has_changed = False
 
     def disable(self, report: object = None) -> None:
-        """After an error inside: only finish what is in flight."""
+        """After an internal error, only finish the transfers in flight."""
 
     def take_changes(self, counters: Counters) -> None:
-        """Count what is only counted now; from here on, nothing has changed."""
+        """Add the counts that are only determined now, and clear `has_changed`."""
 
     def gauges(self) -> dict[str, float]:
-        """Return how the host pool, or the tiers of a rank, stand now."""
+        """Return the present gauges of the host pool, or of a rank's tiers."""
         return {}
 
     @property
     def host_labels(self) -> Mapping[str, str]:
-        """How the ranks keep and copy; another object when that has changed."""
+        """Return the labels of the ranks' memory and copies; a new object after each change."""
         return NO_LABELS
 
 
 class SchedulerSide(Side):
-    """Beside the scheduler, without a host cache."""
+    """The scheduler's role, without a host cache."""
 
     def on_new_request(self, request: Any) -> Any:
-        """A request is new."""
+        """Add a new request."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """Return how many tokens more can be loaded; None if that is not known yet."""
+        """Return how many more tokens can be loaded; None if that is not known yet."""
         return 0
 
     def loads_in_step(self, request: Any) -> bool:
-        """Return whether the hit just reported is loaded in the very step that needs it."""
+        """Return whether the hit just reported is loaded in the step that computes the rest."""
         return False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request was given blocks."""
+        """Begin the load of a request that was given blocks, or run it."""
 
     def announce_failure(self, request: Any) -> None:
-        """A load that vLLM waits for was not planned."""
+        """Let vLLM recompute a request whose load was not planned."""
 
     def build_connector_meta(self, scheduler_output: Any, now_s: float) -> StepPlan:
-        """Return what the workers do in this step."""
+        """Return the plan of a step."""
         return EMPTY_PLAN
 
     def plan_nothing(self) -> StepPlan:
@@ -74,54 +73,54 @@ class SchedulerSide(Side):
         return EMPTY_PLAN
 
     def update_connector_output(self, output: Any) -> None:
-        """The workers have reported."""
+        """Settle what the workers have reported."""
 
     def request_finished(self, request: Any) -> Any:
-        """A request ends; return what vLLM hands on to its client, a mapping, if anything."""
+        """End a request; return fields of its response, if any."""
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping until transfers have settled."""
+        """Return whether the engine must keep stepping until transfers have settled."""
         return False
 
     def shutdown(self) -> None:
-        """The engine ends."""
+        """Free all resources."""
 
     def reset_cache(self, cause: str | None = None) -> None:
-        """Forget what is stored."""
+        """Invalidate all stored blocks."""
 
     def check_invariants(self) -> None:
-        """Compare all bookkeeping with itself, between steps; an InvariantError if it differs."""
+        """Raise an InvariantError if the bookkeeping is inconsistent; called between steps."""
 
 
 class WorkerSide(Side):
-    """In a worker, without host memory."""
+    """A worker's role, without host memory."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """vLLM has allocated its KV cache."""
+        """Start with the KV cache that vLLM has allocated."""
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to free its KV cache."""
+        """Stop using the KV cache, which vLLM is about to free."""
 
     def restore_kv_caches(self) -> None:
-        """vLLM has its KV cache again."""
+        """Continue with the KV cache after a sleep."""
 
     def engine_has_started(self) -> None:
-        """Nothing is captured any more; the first step may come at any moment."""
+        """Record that no graph is captured any more; a step may come at any moment."""
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Nothing of a step has been written."""
+        """Honor fences, before the step writes anything."""
 
     def bind_connector_metadata(self, plan: StepPlan) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def start_load_kv(self) -> None:
-        """The forward is about to begin."""
+        """Start loads, just before the forward pass."""
 
     def wait_for_save(self) -> None:
-        """The forward has been launched."""
+        """Start stores, after the launch of the forward pass."""
 
     def take_unloaded(self) -> set[int]:
-        """Return the blocks that the forward reads and that were not loaded."""
+        """Return the blocks that the forward pass reads and that were not loaded."""
         return set()
 
     def get_transfer_results(self) -> Collection[str]:
@@ -129,11 +128,11 @@ class WorkerSide(Side):
         return ()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Return what has ended."""
+        """Return a report of the settled transfers."""
         return None
 
     def clear_connector_metadata(self) -> None:
-        """A step has ended."""
+        """End a step."""
 
     def shutdown(self) -> None:
-        """The engine ends."""
+        """Stop all copies and free all memory."""

@@ -84,10 +84,9 @@ def on_other_cores() -> Iterator[None]:
 def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
     """Return a thread pool whose threads all run already.
 
-    `ThreadPoolExecutor.submit` queues the work before it starts a thread (CPython 3.11,
-    Lib/concurrent/futures/thread.py). If the system refuses the thread, `submit` raises, but
-    another thread does the work later: a copy reported as failed would write to another request's
-    blocks.
+    `ThreadPoolExecutor.submit` queues the work before it starts a thread (CPython 3.11). If the
+    system refuses the thread, `submit` raises, but another thread does the work later: a copy
+    reported as failed would write to another request's blocks.
 
     Raises:
         ConfigError: the system refuses one of them.

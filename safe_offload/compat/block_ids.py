@@ -14,10 +14,9 @@ def early_written_block_ids(
 ) -> set[int]:
     """Return the blocks that Model Runner V2 may write before it calls `handle_preemptions`.
 
-    V2 zeroes new blocks and runs copy-on-write copies in `update_requests`, and copies Mamba states
-    in `preprocess_state`. Both come before the connector's `pre_forward` (vLLM 0.32.0,
-    v1/worker/gpu/model_runner.py:1236-1270, :1820 and :2003), so a fence is too late for these
-    blocks. V1 does all of it after the hook (gpu_model_runner.py:3971, :3979, :4091).
+    V2 zeroes new blocks, copies blocks on write and moves Mamba states before the connector's
+    `pre_forward` (vLLM 0.32.0, v1/worker/gpu/model_runner.py:1236-1270, :1820, :2003), so a fence
+    is too late. V1 does all of it after the hook (gpu_model_runner.py:3971, :3979, :4091).
     """
     written = set(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
     written |= _copy_targets(scheduler_output)
@@ -33,8 +32,8 @@ def early_written_block_ids(
 def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
     """Return the blocks that were allocated in this step, with all those of new requests.
 
-    The target of a copy-on-write may be in no request's table.
-    Source: vLLM 0.32.0, MambaManager.allocate_new_blocks.
+    The target of a copy-on-write may be in no table (vLLM 0.32.0,
+    MambaManager.allocate_new_blocks).
     """
     tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
     tables += [table for table in scheduler_output.scheduled_cached_reqs.new_block_ids if table]

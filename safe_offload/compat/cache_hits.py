@@ -26,8 +26,8 @@ def make_coordinator(
 ) -> Any:
     """Return vLLM's cache coordinator for a cache of another size.
 
-    Its hits may end inside a block, as vLLM's own do.
-    Source: vLLM 0.31 to 0.33, HybridKVCacheCoordinator.enable_partial_hash_hits.
+    Its hits may end inside a block, as vLLM's own do. Source: vLLM 0.31 to 0.33,
+    HybridKVCacheCoordinator.enable_partial_hash_hits.
     """
     eagle = "use_eagle_block_drop", "use_eagle"
     wanted = {
@@ -53,7 +53,7 @@ def uses_drafter(vllm_config: VllmConfig) -> bool:
 
 
 def _answer_of(speculative_config: Any, *names: str) -> bool:
-    """Return the answer of the first of these methods that there is; False without one."""
+    """Return the result of the first of these methods that exists; False without one."""
     for name in names:
         method = getattr(speculative_config, name, None)
         if method is not None:
@@ -62,9 +62,9 @@ def _answer_of(speculative_config: Any, *names: str) -> bool:
 
 
 def replace_rules(coordinator: Any, rules: Mapping[type, type]) -> None:
-    """Let other classes find hits in place of vLLM's own managers.
+    """Let other classes find hits in place of vLLM's own managers of several groups.
 
-    Nothing changes if the two take different arguments, or if there is only one group.
+    A class whose arguments differ changes nothing.
     """
     groups: list[Any] = getattr(coordinator, "attention_groups", [])
     for idx, group in enumerate(groups):
@@ -78,10 +78,7 @@ def _parameters(manager_class: Any) -> list[str]:
 
 
 def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
-    """Return a group whose leading blocks bound every hit, if there is one.
-
-    A request has one hash for each block of it.
-    """
+    """Return a group whose leading blocks bound every hit, one hash each; None without one."""
     for group_idx, manager in enumerate(coordinator.single_type_managers):
         if (
             type(manager) is FullAttentionManager
@@ -93,12 +90,12 @@ def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
 
 
 def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
-    """Return whether a hit is simply as many leading blocks as there are."""
+    """Return whether a hit is as many leading blocks as the cache has."""
     return not coordinator.eagle_group_ids and ends_anywhere(coordinator, hash_block_size)
 
 
 def ends_anywhere(coordinator: Any, hash_block_size: int) -> bool:
-    """Return whether that is so, but that with EAGLE drafts the last of them is dropped.
+    """Return whether hits are plain, except that EAGLE drafts drop the last block.
 
     Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, with none of its exceptions.
     """
@@ -113,15 +110,15 @@ def ends_anywhere(coordinator: Any, hash_block_size: int) -> bool:
 
 
 def ends_inside_blocks(coordinator: Any) -> bool:
-    """Return whether hits may end inside a block, where vLLM's own cache ends them."""
+    """Return whether hits may end inside a block."""
     return bool(getattr(coordinator, "enable_partial_hash_hits", False))
 
 
 def retention_interval(coordinator: Any) -> int | None:
-    """Return every how many tokens vLLM's prefix cache keeps sliding windows and Mamba states.
+    """Return the distance in tokens at which vLLM keeps sliding windows and Mamba states.
 
-    It also keeps what a hit at the end of a prompt needs; 0 means only that. None means that it
-    keeps all of them, or that there are none.
+    Windows and states at the end of a prompt are kept as well; 0 means only those. None means that
+    all are kept, or that there are none.
     """
     kinds = (SlidingWindowSpec, MambaSpec)
     managers = coordinator.single_type_managers
@@ -131,10 +128,10 @@ def retention_interval(coordinator: Any) -> int | None:
 
 
 def peak_blocks(manager: Any, block_size: int) -> int:
-    """Return how many blocks of its group a request has at most, however long it is.
+    """Return the maximum number of blocks of its group that a request has, however long it is.
 
     A state moves on, a ring is written over, a window slides. A window in blocks of `block_size`,
-    as large as any, is counted as if it did not: few groups are, and then nothing runs short.
+    the largest size, is not limited here: few groups have those, and then nothing runs short.
     Source: vLLM 0.32.0, SingleTypeKVCacheManager.max_admission_blocks_per_request, MambaManager,
     which copies a shared state to a block of its own, and CircularBufferManager.
     """
@@ -149,7 +146,7 @@ def peak_blocks(manager: Any, block_size: int) -> int:
 
 
 def boundary_blocks(coordinator: Any) -> list[int]:
-    """Return how many blocks of each group a hit needs at its end; 0 if it needs all before it.
+    """Return the number of blocks of each group that a hit needs at its end; 0 for all before it.
 
     Source: vLLM 0.32 and 0.33, SlidingWindowManager._contiguous_blocks_for_hit.
     """
@@ -171,7 +168,7 @@ def kept_alone(
 
     Args:
         coordinator: of a group in which hits need only the blocks at their end.
-        boundary: which vLLM has found for the request itself; 0 for none.
+        boundary: vLLM's own for the request; 0 for none.
 
     Source: vLLM 0.32 and 0.33, cache_blocks of KVCacheCoordinator and SingleTypeKVCacheManager.
     """
@@ -202,24 +199,24 @@ def reads_ends(coordinator: Any) -> list[bool]:
 
 
 def uncached_tokens(found: tuple[Any, ...]) -> int:
-    """Return how far a search of a coordinator's found blocks without windows or states.
+    """Return the number of tokens behind a coordinator's hit of which it found full attention.
 
-    Those are tokens behind the hit: there prompts were seen to part. An older vLLM does not say.
+    Prompts diverged there. vLLM 0.31 does not report them.
     """
     return int(found[2]) if len(found) > 2 else 0
 
 
 def kept_boundary(request: Any) -> int:
-    """Return the boundary of a request at which vLLM keeps windows and states for others; 0: none.
+    """Return the boundary at which vLLM keeps a request's windows and states; 0 for none.
 
-    vLLM finds it in the look-up that precedes each call of `get_num_new_matched_tokens`.
-    Source: vLLM 0.32 and 0.33, Request.shared_prefix_boundary, KVCacheManager.get_computed_blocks.
+    vLLM finds it in the lookup before each call of `get_num_new_matched_tokens`. Source: vLLM 0.32
+    and 0.33, Request.shared_prefix_boundary, KVCacheManager.get_computed_blocks.
     """
     return int(getattr(request, "shared_prefix_boundary", 0))
 
 
 def keep_boundary(request: Any, num_tokens: int) -> bool:
-    """Let vLLM keep windows and states at a boundary of a request; return whether it can."""
+    """Move the boundary of a request; return whether vLLM has one."""
     if not hasattr(request, "shared_prefix_boundary"):
         return False
     request.shared_prefix_boundary = num_tokens

@@ -1,7 +1,4 @@
-"""Facts of an engine's configuration: ranks, steps, hashes, unsupported combinations.
-
-Also the facts per layer that belong to the namespace of tiers.
-"""
+"""Facts of an engine's configuration: ranks, steps, hashes, layers, unsupported combinations."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> 
     `cap_external_hit`.
 
     Args:
-        vllm_config: of the engine.
         has_others_blocks: another engine may have computed the blocks of a hit.
     """
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
@@ -171,8 +167,8 @@ def num_steps_in_flight(vllm_config: VllmConfig) -> int:
 def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return the number of consecutive ranks on one machine that hold the same KV cache.
 
-    Only the executor "mp" determines which ranks share a machine: `local_world_size` in a row.
-    Source: vLLM 0.32.0, v1/executor/multiproc_executor.py.
+    Only the executor "mp" determines which ranks share a machine (vLLM 0.32.0,
+    v1/executor/multiproc_executor.py).
     """
     parallel = vllm_config.parallel_config
     num_same = specs.num_replicas(kv_cache_config)
@@ -192,10 +188,7 @@ def are_workers_here(parallel: Any) -> bool:
 
 
 def is_worker_beside_scheduler(parallel: Any) -> bool:
-    """Return whether the only worker runs on the scheduler's thread.
-
-    Source: vLLM 0.32.0, v1/executor/uniproc_executor.py.
-    """
+    """Return whether the only worker runs on the scheduler's thread (executor "uni")."""
     return bool(parallel.distributed_executor_backend == "uni")
 
 

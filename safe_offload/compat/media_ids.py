@@ -1,9 +1,8 @@
 """Distinguishes ids of media that vLLM computed from content from ids that a client chose.
 
-Block hashes include the ids of images, audio and video. A client may choose an id (`uuid` of a
-content part, `multi_modal_uuids`, `mm_hashes` of rendered prompts) that looks like a hash. The API
-server's process therefore marks the ids that vLLM computes from content, and prefixes every other
-id that looks like one.
+Block hashes include the ids of images, audio and video. A client may choose an id (`uuid`,
+`multi_modal_uuids`, `mm_hashes`) that looks like a hash. The API server's process therefore marks
+the ids that vLLM computes from content, and prefixes every other id that looks like one.
 
 Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
 """

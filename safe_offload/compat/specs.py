@@ -77,8 +77,8 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 def num_replicas(kv_cache_config: KVCacheConfig) -> int:
     """Return the number of consecutive ranks that hold the same KV cache in all layers.
 
-    It is 1 if vLLM does not provide it, and for a model with only some replicated layers.
-    Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, kv_cache_groups_tp_replicas.
+    It is 1 if vLLM does not provide it, and for a model with only some replicated layers. Source:
+    vLLM 0.32.0, v1/core/kv_cache_utils.py, kv_cache_groups_tp_replicas.
     """
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
@@ -98,10 +98,10 @@ def layer_segments(kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, Segmen
     """Yield each layer with the byte ranges that it has in a block.
 
     Layer `l` of a `KVCacheTensor` has block `b` at `offset + l * layer_stride + b * block_stride`.
-    If layers are outermost, a layer fills `layer_stride` with regions of `num_blocks *
-    block_stride` bytes, several if the KV heads are split. If blocks are outermost, a page is
-    `layer_stride` bytes, or one part of that size for each head if heads lie outside layers
-    (BHLNC). Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
+    If layers are outermost, a layer has regions of `num_blocks * block_stride` bytes, several if
+    the KV heads are split. If blocks are outermost, a page is `layer_stride` bytes, or one part of
+    that size for each head if heads lie outside layers (BHLNC). Source: vLLM 0.32.0,
+    v1/kv_cache_interface.py, KVCacheTensor.
     """
     for tensor in kv_cache_config.kv_cache_tensors:
         region_bytes = kv_cache_config.num_blocks * tensor.block_stride

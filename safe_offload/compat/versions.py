@@ -43,7 +43,6 @@ def installed_package() -> str:
 
 
 def _vllm_version() -> tuple[int, int]:
-    """Return the major and minor version of the installed vLLM; (0, 0) if unknown."""
     try:
         major, minor, *_ = installed_version().split(".")
         return int(major), int(minor)

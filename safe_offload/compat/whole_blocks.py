@@ -1,11 +1,10 @@
 """Requests a KV cache layout from vLLM in which each block is contiguous over all layers.
 
 vLLM names a layout by its dimensions, the outermost first: in LBNHC each layer (L) has a region of
-consecutive blocks (B), in BLNHC the layers of a block are adjacent. Workers list the layouts that
-their attention backends support, in order of preference, and vLLM takes the first that all support.
-So this order is changed. A connector may also require a layout (`get_required_kvcache_layout`), but
-without knowing the supported ones: vLLM warns of an unsupported one, and MultiConnector refuses
-two.
+consecutive blocks (B), in BLNHC the layers of a block are adjacent. Workers list the supported
+layouts in order of preference, and vLLM takes the first that all support. So this order is changed.
+A connector may also require a layout (`get_required_kvcache_layout`), but without knowing the
+supported ones: vLLM warns of an unsupported one, and MultiConnector refuses two.
 
 Source: vLLM 0.31 to 0.33, v1/attention/backends/utils.py, resolve_kv_cache_layout.
 """
@@ -57,11 +56,11 @@ def _in_order(vllm_config: Any, layouts: list[str]) -> list[str]:
 def _reads_whole_blocks(vllm_config: VllmConfig) -> bool:
     """Return whether the attention backends of a loaded model support contiguous blocks.
 
-    A backend that lists no layouts claims to support all, but some do not (CPU_MLA, AMX_MLA and
-    ROCM_AITER_MLA of vLLM 0.32.0 view the blocks of a layer as one array). Of these backends, only
-    those known to honour strides count. Mamba states are adjacent in any layout. vLLM refuses to
-    split such blocks for a kernel, so none may need that. All pages must have one size; otherwise
-    the layout would change the KV cache groups.
+    A backend that lists no layouts claims to support all, but some view the blocks of a layer as
+    one array (CPU_MLA, AMX_MLA, ROCM_AITER_MLA of vLLM 0.32.0), so only those known to honor
+    strides count. Mamba states are adjacent in any layout. vLLM refuses to split such blocks for a
+    kernel, so none may need that. All pages must have one size; otherwise the layout would change
+    the KV cache groups.
     """
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -89,10 +88,9 @@ def _reads_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
-    """Set a KV cache layout for a configuration without workers, if vLLM has that field.
+    """Set a KV cache layout for a configuration without workers, which EngineCore would ask.
 
-    The bytes of a block are the same in all layouts. Source: vLLM 0.31 to 0.33, EngineCore, which
-    asks its workers.
+    The bytes of a block are the same in all layouts. Source: vLLM 0.31 to 0.33, EngineCore.
     """
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "kv_cache_layout", "") is None:

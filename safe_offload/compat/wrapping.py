@@ -16,10 +16,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by `around`, which gets the original method before the arguments.
-
-    A second call does nothing.
-    """
+    """Replace a method, once, by `around`, which gets the original method before the arguments."""
     original = getattr(owner, name)
     if not is_wrapped(owner, name):
 

@@ -1,9 +1,9 @@
 """The settings of `kv_connector_extra_config`, read and checked before anything starts.
 
-`OffloadConfig` is the one table of settings: what is read, the table of docs/configuration.md and
-`safe-offload config` come from it. The keys of vLLM's other offloading connectors keep their names
-and meanings, as far as they have one here (other_connectors.py). Unlike there, unknown keys and
-impossible values are errors.
+`OffloadConfig` is the one table of settings: the table of docs/configuration.md and `safe-offload
+config` come from it. The keys of vLLM's other offloading connectors keep their meanings, as far as
+they have one here (other_connectors.py). Unlike there, unknown keys and impossible values are
+errors.
 
 vLLM adds no key of its own to this mapping. Source: vLLM 0.32.0, vllm/config/vllm.py,
 `_post_init_kv_transfer_config`, and kv_connector/v1/multi_connector.py.
@@ -71,8 +71,7 @@ OUTER_KEYS: Final = (
 class OffloadConfig:
     """The settings of one engine, the same in the scheduler and in every worker.
 
-    A field made by `setting` is a key for users: its kind, its default as users would write it, and
-    its effect. To add a setting, add a field.
+    A field made by `setting` is a key for users. To add a setting, add a field.
     """
 
     # Source of the default: SimpleCPUOffloadConnector of vLLM 0.32.0.
@@ -292,7 +291,6 @@ def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
 
 
 def _directory_tier(written: other_connectors.Directory) -> TierConfig:
-    """Return the tier for a directory of OffloadingConnector."""
     location = Location("file", directory().read(written.path_key, written.path))
     if written.bound is None:
         return FileConfig(location)
@@ -323,7 +321,6 @@ def _disk_tier(
 
 
 def _require_mapping(extra: object) -> Mapping[str, object]:
-    """Return `extra` if it is a mapping."""
     if isinstance(extra, Mapping):
         return extra
     found = shown(NOT_SHOWN if isinstance(extra, str) else extra)

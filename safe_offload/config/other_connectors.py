@@ -1,7 +1,6 @@
 """Settings of other offloading connectors, so that their configurations start with our name.
 
-Settings with a counterpart are translated; the others are named in one warning. A configuration
-with a module of its own (`spec_module_path`) may have any further keys.
+Settings with a counterpart are translated; the others are named in one warning.
 
 Source: vLLM 0.31 to 0.33, kv_connector/v1/simple_cpu_offload_connector.py, v1/kv_offload/
 (cpu/spec.py, tiering/spec.py, base.py) and kv_connector/v1/offloading/; llm-d-kv-cache,
@@ -80,10 +79,7 @@ def unread(written: Mapping[str, object]) -> set[str]:
 
 
 class Directory(NamedTuple):
-    """A directory for blocks: its path and limit as written, and their keys.
-
-    `bound` is in units of `unit_bytes`; None for no limit.
-    """
+    """A directory for blocks: its path and limit as written (None for no limit), and their keys."""
 
     path_key: str
     path: object

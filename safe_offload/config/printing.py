@@ -1,7 +1,6 @@
 """Prints values that others wrote without secrets and without control characters.
 
-A value is shown if its setting holds no secret. Values of unknown keys, lists and mappings are
-never shown: a password may be anywhere in them.
+Values of unknown keys, lists and mappings are never shown: a password may be anywhere in them.
 """
 
 import os
@@ -70,9 +69,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: object, key: object = "") -> str:
-    """Return a value as written, shortened and without possible secrets.
+    """Return a value of a setting `key` as written, shortened and without possible secrets.
 
-    `key` is its setting; empty if the value is itself a name.
+    Without `key`, the value is itself a name.
     """
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN
@@ -109,10 +108,7 @@ def masked(value: object, key: object = "") -> object:
 
 
 def secret_file(path: str) -> str:
-    """Return the path of a secret's file; hidden if its folder does not exist.
-
-    It may be the secret itself, written in place of its path.
-    """
+    """Return the path of a secret's file; hidden, as it may be the secret, without its folder."""
     folder = os.path.dirname(path)
     is_path = os.path.isfile(path) or (folder.strip("/") and os.path.isdir(folder))
     return path if is_path else HIDDEN

@@ -84,7 +84,6 @@ class Kind:
 
     Args:
         type: of the values, for pydantic.
-        allowed: the allowed values, in words.
         fix: a value to write instead; `{key}` stands for the key.
         short: `allowed` in a table, if that is shorter.
     """
@@ -166,10 +165,7 @@ def settings_of(config_class: Any) -> dict[str, Setting]:
 def read_settings(
     config_class: Any, written: Mapping[str, object], place: str = ""
 ) -> dict[str, Any]:
-    """Return the settings of a dataclass that are written, by the names of their fields.
-
-    `place` are the keys around the mapping, if any.
-    """
+    """Return the written settings of a dataclass, by field; `place` are the outer keys."""
     return {
         name: row.kind.read(NestedKey(row.key, place) if place else row.key, written[row.key])
         for name, row in settings_of(config_class).items()
@@ -178,11 +174,9 @@ def read_settings(
 
 
 def size(maximum: int, *, num_ranks: int = 1, unit_bytes: int = 1) -> Kind:
-    """Return the kind of a number of bytes.
+    """Return the kind of a number of bytes, with a minimum for each of `num_ranks`.
 
-    Args:
-        num_ranks: that share it; each must get enough.
-        unit_bytes: of a number without a unit.
+    A number without a unit is in `unit_bytes`.
     """
     minimum = MIN_SIZE_BYTES * num_ranks
     among = f" for {num_ranks} ranks" if num_ranks > 1 else ""
@@ -399,7 +393,6 @@ def fix_of_unknown(key: object, known: Sequence[str]) -> str:
 
 
 def _type_name(value: object) -> str:
-    """Return the name of a value's type in the words of JSON and Python."""
     return "null (None)" if value is None else f"a value of type {type(value).__name__}"
 
 
@@ -429,11 +422,10 @@ _Path = Annotated[_Text, AfterValidator(_absolute)]
 
 
 def _size_from_string(value: str) -> int:
-    """Return the bytes of a string such as "64GiB", "1.5 TB" or "8589934592".
+    """Return the bytes of a string such as "64GiB", "1.5 TB" or "8589934592", in any case.
 
-    Units do not depend on case. A bare letter is refused, because it is 1000**n to some and
-    1024**n to others: vLLM itself reads 64g and 64G in a command line as two different sizes.
-    Source: vLLM 0.32.0, vllm/engine/arg_utils.py, human_readable_int.
+    A bare letter is refused: it is 1000**n to some and 1024**n to others, and vLLM itself reads 64g
+    and 64G as two sizes (vLLM 0.32.0, vllm/engine/arg_utils.py, human_readable_int).
     """
     text = value.strip() if len(value) <= _SIZE_LENGTH_MAX else ""
     match = _SIZE_PATTERN.fullmatch(text)

@@ -35,8 +35,6 @@ MIXED_KEYS: Final = (
 
 
 class _Tiers(Kind):
-    """The kind of a list of tiers, nearest first."""
-
     def __init__(self) -> None:
         self.allowed = 'a list of mappings, each with a "url"'
 
@@ -70,7 +68,6 @@ def tiers() -> Kind:
 
 
 def _read_tier(key: str, place: str, written: object) -> TierConfig:
-    """Return one tier of the list, or raise a ConfigError with its place."""
     if not isinstance(written, Mapping):
         refuse(
             NestedKey(place, ""),
@@ -98,7 +95,6 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
 
 
 def _require_fitting(location: Location, place: str, written: Mapping[str, object]) -> None:
-    """Refuse settings of other kinds of place, and those that contradict each other."""
     config = KINDS[location.scheme].config
     known = {row.key for row in settings_of(config).values()}
     for row in (row for rows in OWN.values() for row in rows.values()):
@@ -115,7 +111,6 @@ def _require_fitting(location: Location, place: str, written: Mapping[str, objec
 
 
 def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
-    """Refuse the last tier if it disagrees with the first where all must agree."""
     for field, as_type in _FIELDS_ALIKE.items():
         if as_type(getattr(found[0], field)) == as_type(getattr(found[-1], field)):
             continue

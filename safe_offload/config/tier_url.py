@@ -1,8 +1,4 @@
-"""The url of a tier: its place and its login.
-
-Everything else is a setting of the tier. A password is never shown, neither in a message about the
-url nor in a tier's label.
-"""
+"""The url of a tier: its place and its login. A password is never shown."""
 
 from __future__ import annotations
 
@@ -17,11 +13,8 @@ from safe_offload.config.settings import WrongError, problem_of_path
 
 FILE: Final = "file"
 SERVERS: Final = ("redis", "rediss", "unix")
-"""Schemes of a Valkey or Redis server: plain, with TLS, and on a socket of this machine."""
 BUCKETS: Final = ("s3", "gs", "az")
-"""Schemes of an object store."""
 MOONCAKE: Final = "mooncake"
-"""The scheme of a master of Mooncake Store."""
 URL_KEY: Final = "url"
 URL_FORMS: Final = (
     "file:///DIRECTORY, redis://HOST or rediss://HOST (TLS; also valkey:// and valkeys://), "
@@ -39,16 +32,14 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._/=-]{0,512}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a tier is.
+    """The place of a tier.
 
     Attributes:
         scheme: one of `KINDS`.
         path: of the directory or the socket, absolute; the prefix in a bucket, without a slash at
             either end; empty for a server.
         host: name or address of a server, or a bucket.
-        port: of a server.
-        database: number of a server's database.
-        user: login name; empty for the server's default user.
+        user: empty for the server's default user.
         password: of the url; empty if it has none.
     """
 
@@ -163,7 +154,6 @@ def _login(url: SplitResult) -> tuple[str, str]:
 
 
 def _database(number: str, problem: str) -> int:
-    """Return the number of a database, 0 if none is named."""
     if not re.fullmatch("[0-9]{0,5}", number) or int(number or 0) > DATABASE_MAX:
         raise WrongError(problem)
     return int(number or 0)

@@ -68,10 +68,10 @@ HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What every tier has; each kind of place adds its own settings.
+    """The settings of every tier; each kind of place adds its own.
 
-    The sentences of the fields are those of docs/configuration.md. None is no limit, or no file. A
-    `model_version` and a file of keys have all tiers or none; `store` is one for all.
+    None is no limit, or no file. All tiers have a `model_version` and a file of keys, or none does;
+    `store` is one for all.
     """
 
     location: Location
@@ -135,12 +135,12 @@ class TierConfig:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Return how much the place may hold; None if there is no limit, or another sets it."""
+        """Return the capacity of the place; None if there is no limit, or another sets it."""
         return None
 
     @property
     def host_bytes(self) -> int:
-        """Return how much of this machine's memory the engine gives to the place."""
+        """Return the bytes of this machine's memory that the engine gives to the place."""
         return 0
 
 
@@ -172,7 +172,6 @@ class FileConfig(TierConfig):
 
     @property
     def limit_bytes(self) -> int | None:
-        """See `TierConfig`."""
         return self.capacity_bytes
 
 
@@ -204,7 +203,6 @@ class ValkeyConfig(TierConfig):
 
     @classmethod
     def check(cls, location: Location, place: str, written: Mapping[str, object]) -> None:
-        """See `TierConfig`."""
         if location.password and "password_file" in written:
             problem, fix = "the url has a password too", "remove the password from the url"
             key = NestedKey("password_file", place)
@@ -267,13 +265,11 @@ class MooncakeConfig(TierConfig):
     )
 
     def of_rank(self, world_size: int, tenants_path: str) -> MooncakeConfig:
-        """See `TierConfig`."""
         segment_bytes = self.segment_bytes and self.segment_bytes // world_size
         return dataclasses.replace(self, segment_bytes=segment_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """See `TierConfig`."""
         return self.segment_bytes or 0
 
 
@@ -289,7 +285,6 @@ class Scheme:
 
     Attributes:
         store: the module of its `Store`, and the class.
-        config: its settings.
         read: from the scheme and the rest of a url to its place.
     """
 
@@ -320,7 +315,6 @@ KINDS: Final = {
 
 
 def _read_url(value: str) -> Location:
-    """Return the place of a url; an error has the likely url."""
     match = _SCHEME.match(value)
     if match is None:
         is_hidden = not value.startswith("/")
@@ -375,15 +369,17 @@ TIER_KEYS: Final = tuple(
 
 
 def schemes_with(*configs: type[TierConfig]) -> str:
-    """Return how urls begin whose places have the settings of one of these classes."""
+    """Return the schemes of places that have the settings of one of these classes."""
     found = (scheme for scheme, kind in KINDS.items() if issubclass(kind.config, configs))
     return ", ".join(f"{scheme}://" for scheme in found)
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
-    """Return why another process would not find blocks by these hashes, and the fix; else None.
+    """Return the problem of these hashes in another process, and the fix; None if they are found.
 
-    `has_seed`: all processes know the seed of the hashes.
+    Args:
+        has_seed: all processes know the seed of the hashes.
+
     Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
     """
     if not algorithm.endswith("_cbor"):

@@ -35,8 +35,8 @@ _SPELLING_CUTOFF: Final = 0.9
 def complete(written: Mapping[str, object]) -> dict[str, object]:
     """Return a configuration as written, with the default failure policy where it applies.
 
-    vLLM reads only the policy of the outermost configuration, which applies to all connectors. So
-    under MultiConnector it is filled in only if all connectors are ours.
+    vLLM reads only the outermost policy, which applies to all connectors. So under MultiConnector
+    it is filled in only if all are ours.
 
     Raises:
         ConfigError: our name or that of its module is misspelt, or a setting stands beside it.
@@ -53,7 +53,7 @@ def complete(written: Mapping[str, object]) -> dict[str, object]:
 
 
 def settle(config: Any) -> None:
-    """Give a KVTransferConfig that names us its role, and refuse what cannot be used.
+    """Give a KVTransferConfig that names us its role, and refuse invalid settings and roles.
 
     Our children under MultiConnector are checked here, because vLLM reads them only after loading
     the model. Each gets the outer failure policy, which applies, and loads ahead of steps.
@@ -125,7 +125,6 @@ def ours_of(transfer_config: Any) -> list[Mapping[str, Any]]:
 
 
 def _require_spelling(written: Mapping[str, object]) -> None:
-    """Refuse a misspelling of our name."""
     name = written.get("kv_connector")
     if not isinstance(name, str) or name == CONNECTOR_NAME:
         return
@@ -159,7 +158,6 @@ def _require_module(path: object) -> None:
 
 
 def _require_settings_inside(written: Mapping[str, object]) -> None:
-    """Refuse a setting that stands beside `kv_connector`."""
     misplaced = {key: written[key] for key in VALID_KEYS if key in written}
     for key, value in misplaced.items():
         extra = written.get(_EXTRA_KEY)
@@ -176,10 +174,9 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
 
 
 def _require_role(role: object) -> None:
-    """Refuse the role that lets a load and a step in flight write the same block.
+    """Refuse the role with which a load and a step in flight may write the same block.
 
-    vLLM keeps a block until no step in flight can write it only if the connector may load
-    (`is_kv_consumer`).
+    Only if the connector may load (`is_kv_consumer`), vLLM keeps blocks until no step writes them.
     """
     if role == "kv_producer":
         raise ConfigError(

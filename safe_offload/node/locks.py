@@ -92,8 +92,8 @@ def fence() -> None:
     """Make all earlier writes visible to other processes before any later read.
 
     The end of one lock and the beginning of the next order writes before reads: on x86-64 each is a
-    locked instruction, on aarch64 a store-release that a load-acquire follows.
-    Source: Arm Architecture Reference Manual, B2.3 (Barrier-ordered-before).
+    locked instruction, on aarch64 a store-release that a load-acquire follows (Arm Architecture
+    Reference Manual, B2.3, Barrier-ordered-before).
     """
     with _barrier:
         pass

@@ -303,10 +303,7 @@ def _look_at(path: Path) -> Pool:
 
 
 def remove_pool(path: Path, *, is_dry: bool = False) -> str:
-    """Remove a pool, or only check whether it could be removed.
-
-    Returns:
-        Why it was not removed; empty if it was.
+    """Remove a pool, or only check whether it could be removed; return why not, if so.
 
     Raises:
         SharingError: other users can write to its folder.

@@ -1,25 +1,24 @@
 """Which slot of a pool holds what, and which engine may overwrite it.
 
-All engines of a machine map this table, and each may be killed at any instruction. So there is no
-lock that one could leave behind but the kernel's (`locks.py`), and each word has one writer:
+All engines of a machine map this table, and each may be killed at any instruction. So all locks are
+the kernel's (`locks.py`), and each word has one writer:
 
 - *Lots* are runs of slots. An engine overwrites slots of its own lots only. A free lot keeps what
-  it holds, and whoever needs room claims it.
+  it holds, and an engine that needs room claims it.
 - A slot's *word* says whether it holds a block that can be found. Its owner writes hash and
   generation first, the word last; it takes the word back before it overwrites anything.
 - A *guest mark* of an engine at a slot keeps all others from overwriting it. The guest marks, then
   reads the word again; the owner takes the word back, then reads the marks. A fence stands between
   the two on both sides, so at least one of them sees the other.
-- A *check* beside each slot goes with its word. What lies in shared memory may be damaged by any
-  process that maps it, or by the hardware: who reads takes an entry that cannot be for none.
+- A *check* beside each slot covers its word. Any process that maps the memory, or the hardware, may
+  damage it: readers ignore an invalid entry.
 - An engine *naps* when it leases and writes nothing. Then others may free lots that it has beyond
   its share. One that has died is found by its tokens: the kernel unlocks them as the last of its
   processes ends.
-- Copies of threads have ended by then. Those of a device need not have: the kernel closes a
-  process's files in no order that it promises, so a token may be free before the device's driver
-  has stopped what it was given. Nor can that be seen from outside: the drivers of all engines pin
-  the same pages. So each engine says how long its devices take for all that may be in flight, its
-  *grace*, and keeps its lots for so long after its death.
+- Copies of threads have ended by then, but those of a device may continue: the kernel closes a
+  process's files in no promised order, and the drivers of all engines pin the same pages. So each
+  engine declares how long its devices take for all that may be in flight, its *grace*, and keeps
+  its lots for so long after its death.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ class Table:
         words, hashes, generations: by slot; written by the owner.
         checks: by slot; of slot, word, generation and hash.
         bad: by slot, not 0 if the memory under it is not to be trusted; any engine writes it.
-        touched: likewise, 1 if an engine that does not own it has used it.
+        touched: by slot, 1 if an engine that does not own it has used it; any engine writes it.
         owners: by lot, an engine + 1; 0 for none.
-        versions: by lot; changes after something in it has.
+        versions: by lot; changes after each change in the lot.
         marks: by engine and slot.
         num_damaged: impossible entries that this engine has seen.
         lost: why this engine no longer uses the table; empty if it does.
@@ -174,10 +173,9 @@ class Table:
         return self.is_awake
 
     def _mend_row(self) -> bool:
-        """Repair a damaged row of this engine; False if another engine has taken it.
+        """Repair a damaged row of this engine, whose nap is held; False if another has taken it.
 
-        The nap of this engine is held. Another that had its place while it napped has left lots and
-        marks, so all that the place has is freed.
+        That engine has left lots and marks meanwhile, so all that the place has is freed.
         """
         row = self._engines[self.engine]
         if row[_REGISTERED] == 1 and bool((row[_TOKENS:] == self._tokens).all()):
@@ -460,7 +458,6 @@ def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None
 
 
 def _odd_numbers(count: int) -> Words:
-    """Return odd numbers, the same in all engines."""
     return np.frombuffer(hashlib.shake_128(MAGIC).digest(8 * count), "<u8") | np.uint64(1)
 
 

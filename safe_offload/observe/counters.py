@@ -1,7 +1,4 @@
-"""Counters and histograms of the connector.
-
-`observe/metrics.py` exports them to vLLM's log line and to Prometheus.
-"""
+"""The connector's counters and histograms, which `observe/metrics.py` exports."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ class Series(str):
 
     Attributes:
         metric: the metric's name, without the prefix.
-        labels: distinguish the series of one metric.
         buckets: inclusive upper bounds of a histogram's buckets.
     """
 
@@ -140,11 +136,9 @@ FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS = map(
 )
 _FAILED = (FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS)
 COUNTERS: tuple[Series, ...] = (*Count, *(s for failed in _FAILED for s in failed.values()))
-"""All counters."""
 
 
 def _both(metric: str, doc: str, buckets: tuple[float, ...]) -> tuple[Series, Series]:
-    """Return the series of loads and of stores of a histogram."""
     load, store = (
         Series(metric, doc, ("direction", name), buckets=buckets) for name in ("load", "store")
     )
@@ -181,7 +175,6 @@ HISTOGRAMS = {
         *(TIER_WAIT_S, PROBE_S, FETCH_S),
     )
 }
-"""All histograms, by name."""
 
 
 class TierSeries:

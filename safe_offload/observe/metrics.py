@@ -1,7 +1,6 @@
 """Export of counters and histograms to vLLM's log line and to Prometheus.
 
-Metrics are named `vllm:safe_offload_<name>`; docs/reference/metrics.md lists them. All series exist
-from startup, so that an alert can be written before the first failure.
+All series exist from startup, so that an alert can be written before the first failure.
 """
 
 from __future__ import annotations
@@ -93,9 +92,8 @@ the same histogram."""
 class OffloadStats(KVConnectorStats):
     """Counts and observed values of an interval, and the last gauges.
 
-    `data` is {"counts": {...}, "gauges": {...}}, with "observed" if values were observed. When the
-    set-up becomes known or changes, it also has "info" and, after a change, the previous one as
-    "old_info".
+    When the set-up becomes known or changes, `data` also has "info" and, after a change, the
+    previous one as "old_info".
     """
 
     data: dict[str, Any]
@@ -140,10 +138,7 @@ class OffloadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs: non-zero counts, the mean of each time, and gauges.
-
-        Sizes are omitted: their sums are among the counts.
-        """
+        """Return what vLLM logs: non-zero counts, the mean of each time, and gauges."""
         observed = self.data.get(_OBSERVED, {}).items()
         means = {
             f"mean_{name}": float(f"{_mean(cells):.3g}")
@@ -158,7 +153,6 @@ class OffloadStats(KVConnectorStats):
 
 
 def _added(some: Observed, more: Observed) -> Observed:
-    """Return the sums of both, without modifying them."""
     total = dict(some)
     for name, cells in more.items():
         sums = total[name] = dict(total.get(name, {}))
@@ -179,9 +173,10 @@ def _total(cells: Mapping[int, tuple[int, float]]) -> float:
 class StatsReporter:
     """Returns statistics when they have changed; its state is the last ones returned.
 
-    `info` is the set-up of the connector, by labels of `INFO`; empty if unknown.
-
     Bound: an entry for each name.
+
+    Args:
+        info: the set-up of the connector, by labels of `INFO`; empty if unknown.
     """
 
     def __init__(self, counters: Counters, info: Mapping[str, str]) -> None:
@@ -327,8 +322,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
     def _make_vllms(self) -> dict[str, Any]:
         """Create the metrics of vLLM's OffloadingConnector, unless that connector did.
 
-        This happens at the first statistics, before the first request: by then MultiConnector has
-        created the metrics of all connectors. Earlier, duplicates would end the start.
+        At the first statistics, because by then MultiConnector has created the metrics of all
+        connectors. Earlier, duplicates would end the start.
         """
         made: dict[str, Any] = {}
         for name, (_, doc) in _VLLMS.items():

@@ -1,9 +1,9 @@
 """An HTTP server of one page, in a thread beside vLLM's scheduler, which it must not delay.
 
-Clients may leave connections open, send byte by byte, send requests endlessly, or find the process
-out of descriptors. So connections are few, each has a deadline, and the thread sleeps between small
-pieces of work: a thread that only waits for the GIL gets it after 5 ms at the earliest. No HTTP
-server among vLLM's dependencies has these bounds.
+Clients may leave connections open, send byte by byte or endlessly, or find the process out of
+descriptors. So connections are few, each has a deadline, and the thread sleeps between small pieces
+of work: a thread that only waits for the GIL gets it after 5 ms at the earliest. No HTTP server
+among vLLM's dependencies has these bounds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ SLICE_S, PAUSE_S = 0.0003, 0.001
 ACCEPT_PAUSE_S = 0.01
 """After each connection, also after a failed accept."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Prometheus' text format."""
 
 
 class PageServer:
-    """Responds to each GET with the page.
-
-    Only its thread changes its state: the tasks of connections, those without a request yet (the
-    oldest first), and whether it is stopping.
+    """Responds to each GET with the page. Only its thread changes its state.
 
     Bound: `CONNECTIONS_MAX` tasks.
 
@@ -114,11 +110,7 @@ class PageServer:
         await self._loop.sock_sendall(connection, head.encode() + page)
 
     async def _read_method(self, connection: socket.socket) -> bytes:
-        """Return the method of a request, once its head is complete.
-
-        Raises:
-            ConnectionError: the head is incomplete or too long.
-        """
+        """Return the method of a request; ConnectionError if its head is incomplete or too long."""
         task = asyncio.current_task()
         assert task is not None
         self._silent[task] = None
@@ -137,7 +129,7 @@ class PageServer:
             del self._silent[task]
 
     async def _make_page(self) -> bytes:
-        """Return the page; one page at a time is made, so that there are pauses between pieces."""
+        """Return the page; one is made at a time, with pauses between pieces."""
         async with self._page_lock:
             pieces: list[bytes] = []
             end_s = time.perf_counter() + SLICE_S

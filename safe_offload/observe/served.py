@@ -1,8 +1,7 @@
 """Metrics served by the engine itself, for API servers of vLLM that drop them.
 
 vLLM's Rust frontend exports metrics of vLLM's own connectors only, and without log statistics there
-are none. The scheduler's process has all metrics: those of the workers come with their reports.
-Hooks only write and a scrape only reads, so neither waits for the other.
+are none. Hooks only write and a scrape only reads, so neither waits for the other.
 """
 
 from __future__ import annotations
@@ -119,11 +118,11 @@ class ServedStats:
         return self._metrics[-1]
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the page, series by series: see `PageServer`."""
+        """Yield the page, series by series."""
         return (piece for metric in list(self._metrics) for piece in metric.pieces())
 
     def take(self, side: Side) -> OffloadStats | None:
-        """See `StatsReporter`."""
+        """Return what `StatsReporter.take` does, and serve it."""
         stats = self._reporter.take(side)
         if stats is not None:
             self._prom.observe(stats.data)

@@ -2,8 +2,8 @@
 
 Nothing here changes a block or its reference count. `forget_hashes` lets vLLM remove hashes,
 `reuse_first` changes the order of free blocks, and `watch_allocations` wraps a method of vLLM. The
-module reads internals of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
-v1/core/block_pool.py and single_type_kv_cache_manager.py).
+module reads internals of vLLM 0.31 to 0.33 (v1/core/block_pool.py,
+single_type_kv_cache_manager.py).
 
 The hash *object* of a block identifies its owner: vLLM resets it when it reallocates the block, and
 creates a new object when it caches the block again. So a block whose hash is not the recorded
@@ -143,22 +143,18 @@ class BlockSet:
     def add(
         self, blocks: list[KVCacheBlock], hash_objects: list[bytes], hashes: list[bytes]
     ) -> None:
-        """Add blocks, with one hash object and hash each."""
         self.blocks += blocks
         self.hash_objects += hash_objects
         self.hashes += hashes
 
     def append(self, block: KVCacheBlock, hash_object: bytes, block_hash: bytes) -> None:
-        """Add a block."""
         self.blocks.append(block)
         self.hash_objects.append(hash_object)
         self.hashes.append(block_hash)
 
 
 class GpuBlocks:
-    """A view of vLLM's KV cache manager: owners and hashes of blocks.
-
-    It has no state of its own.
+    """A view of vLLM's KV cache manager: owners and hashes of blocks. It has no state of its own.
 
     Bound: an entry for each KV cache group.
     """
@@ -183,8 +179,7 @@ class GpuBlocks:
     def num_tokens_kept(self, group_ids: Iterable[int]) -> int | None:
         """Return the minimum number of tokens computed before a full block leaves its table.
 
-        Returns:
-            The minimum over these groups; None if blocks stay for as long as the request runs.
+        None if blocks of these groups stay for as long as the request runs.
         """
         kept = None
         for group_idx in group_ids:
@@ -220,8 +215,8 @@ class GpuBlocks:
     def forget_hashes(self, block_ids: set[int] | None = None) -> None:
         """Remove these blocks, or all, from vLLM's prefix cache; requests keep their blocks.
 
-        vLLM does the same with blocks that another connector could not load.
-        Source: vLLM 0.31 to 0.33, BlockPool.evict_blocks.
+        As vLLM does if another connector could not load them (0.31 to 0.33,
+        BlockPool.evict_blocks).
         """
         if block_ids is None:
             if not len(self._pool.cached_block_hash_to_block):
@@ -234,7 +229,7 @@ class GpuBlocks:
     def reuse_first(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Let vLLM allocate these free blocks first; until then, its prefix cache finds them.
 
-        Source: vLLM 0.31 to 0.33, BlockPool.free_blocks, which does so with unhashed blocks.
+        As vLLM does with unhashed blocks (0.31 to 0.33, BlockPool.free_blocks).
         """
         queue = self._pool.free_block_queue
         moved = list(blocks)
@@ -321,8 +316,7 @@ class GpuBlocks:
     def watch_allocations(self, watch: Callable[[list[KVCacheBlock]], None]) -> None:
         """Call `watch` with the blocks of each allocation, before vLLM resets their hashes.
 
-        vLLM's allocation calls it, so it must not raise.
-        Source: vLLM 0.31 to 0.33, BlockPool.get_new_blocks.
+        `watch` must not raise. Source: vLLM 0.31 to 0.33, BlockPool.get_new_blocks.
         """
         queue = self._pool.free_block_queue
         take = queue.popleft_n

@@ -1,7 +1,4 @@
-"""What an optional feature may do on the scheduler side: the hooks that the planner calls.
-
-`python -m tests.hooks` prints who defines and who calls each.
-"""
+"""The hooks of an optional feature; `python -m tests.hooks` prints who defines and calls each."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Answer(enum.Enum):
-    """What a feature answers when vLLM asks how many tokens the host has of a request."""
+    """The answer of a feature when vLLM asks for the hit of a request."""
 
     SEARCH = "search"
     """The planner looks for a hit."""
@@ -27,11 +24,11 @@ class Answer(enum.Enum):
 
 
 class Feature:
-    """An optional feature. It defines the hooks that it needs; the planner calls no others.
+    """An optional feature, with the hooks that it needs; the planner calls no others.
 
     Features are called in the order in which they were given. They read what the planner has,
-    change only what is their own, and know nothing of one another. What two of them need is in the
-    state of a request (`RequestState`) or in the pool of slots.
+    change only their own state, and know nothing of one another. What two of them need is in
+    `RequestState` or in the pool of slots.
     """
 
     # ---- a request -----------------------------------------------------------------------------
@@ -40,7 +37,7 @@ class Feature:
         """A request is new, and something of it may be stored."""
 
     def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        """Return whether a hit is looked for now, in a request that may read."""
+        """Return whether to look for a hit of a request that may read."""
         return Answer.SEARCH
 
     def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
@@ -89,9 +86,7 @@ class Feature:
 
 
 class Hooks:
-    """For each hook that is called often, the features that define it, in order.
-
-    So what is off costs a loop over nothing.
+    """For each hook that is called often, the features that define it: others cost nothing.
 
     Bound: the features.
     """

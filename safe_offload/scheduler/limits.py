@@ -1,10 +1,10 @@
 """Limits that a client sets for its own request.
 
-A client sends `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
-meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
-scheduler.py, RequestOffloadState). `pin_s` and `store` are this connector's. Other keys are invalid
-or another connector's, and ignored, except `do_remote_prefill`, with which a router declares that
-another engine has the prompt (NIXL).
+`max_offload_tokens` and `max_load_tokens` in `kv_transfer_params` are those of vLLM's
+OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/scheduler.py, RequestOffloadState).
+`pin_s` and `store` are this connector's. Other keys are invalid or another connector's, and
+ignored, except `do_remote_prefill`, with which a router declares that another engine has the prompt
+(NIXL).
 """
 
 from __future__ import annotations
@@ -47,14 +47,9 @@ NO_LIMITS = Limits()
 
 
 def read_limits(params: object) -> tuple[Limits, list[str]]:
-    """Read a request's `kv_transfer_params`; never raises.
+    """Return the valid limits of `kv_transfer_params`, and the problems with others; never raises.
 
-    Args:
-        params: the client's; keys of other connectors are ignored.
-
-    Returns:
-        The valid limits, and the problems with the others. These name keys and types, never a
-        value: a client may have put its prompt there.
+    These name keys and types, never a value: a client may have put its prompt there.
     """
     if params is None:
         return NO_LIMITS, []
@@ -89,7 +84,6 @@ def is_pin_time(value: object) -> bool:
 
 
 def _problem(value: object) -> str | None:
-    """Return the problem with a limit, or None."""
     if value is None:
         return None
     if type(value) is not int:  # True is an int too, and not meant as a number

@@ -39,16 +39,15 @@ class OutdatedTable:
 class Outdated:
     """Keeps blocks computed before a reset, and blocks computed from them, out of every cache.
 
-    vLLM cannot reset its own prefix cache while requests run. It would then still find blocks of
-    the old weights, and so would a store. A request that continues attends to such blocks, so its
-    new blocks belong neither to the old weights nor to the new ones. So none of its blocks keeps a
+    vLLM cannot reset its prefix cache while requests run, and a request that continues attends to
+    blocks of the old weights, so its new blocks belong to neither. So none of its blocks keeps a
     hash, by which vLLM and stores find it, until the request has ended or has lost all its blocks.
 
     Bound: the requests that vLLM has, and the GPU's blocks.
 
     Args:
-        has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
-            any request has a hash for as long as there are such requests.
+        has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of any
+            request has a hash for as long as there are such requests.
 
     Attributes:
         requests: these; their tables are in `RequestState.outdated`. Read only outside.
@@ -68,7 +67,7 @@ class Outdated:
         return len(self.requests)
 
     def begin(self, book: Iterable[RequestState]) -> None:
-        """A reset: all blocks of all requests, and all cached blocks of vLLM, are outdated."""
+        """Begin after a reset: all blocks of all requests, and vLLM's cache, are outdated."""
         self._gpu.forget_hashes()
         for state in book:
             if not state.finished:
@@ -89,7 +88,7 @@ class Outdated:
     def keep_out(
         self, book: Iterable[RequestState], only: Sequence[RequestState] = ()
     ) -> list[RequestState]:
-        """Remove the hashes of blocks that vLLM has hashed for these requests since the last plan.
+        """Remove the hashes that vLLM has given these requests' blocks since the last plan.
 
         Args:
             only: of these requests, those that end.
@@ -129,9 +128,9 @@ class Outdated:
     def _found_by_others(self, book: Iterable[RequestState], taken: set[int]) -> list[RequestState]:
         """Add requests that were scheduled later in this step and have found such a block.
 
-        Other requests may have found their blocks in the same step, and so on. A Mamba state, or a
-        copy for a hit inside a block, is found from the next step on only.
-        Source: vLLM 0.32.0, MambaManager.cached_blocks_this_step.
+        Others may have found their blocks in the same step, and so on. A Mamba state, or a copy for
+        a hit inside a block, is found from the next step on only (vLLM 0.32.0,
+        MambaManager.cached_blocks_this_step).
         """
         owners: defaultdict[int, list[RequestState]] = defaultdict(list)
         for state in book:
@@ -152,7 +151,6 @@ class Outdated:
         return found
 
     def _stands(self, state: RequestState) -> bool:
-        """Return whether a request is outdated and still has one of its outdated tables."""
         return any(table.kept_in.stands() for table in state.outdated)
 
     def _hashed_since(
@@ -161,8 +159,7 @@ class Outdated:
         """Yield blocks of a table hashed since the last check, and whether they are still in it.
 
         A block that has left it, such as one of a sliding window, may have a new owner. With a hash
-        of this request, it is outdated, unless the request has restarted and computed it anew,
-        rather than found it in vLLM's cache.
+        of this request, it is outdated, unless the request has restarted and computed it anew.
         """
         kept_in = table.kept_in
         present, stands = kept_in.table[table.num_seen :], kept_in.stands()
@@ -186,8 +183,8 @@ class Outdated:
     def _num_hashed(self, table: OutdatedTable, request: Request) -> int:
         """Return the number of leading blocks of a table that need no further check.
 
-        The block in which a prompt ends gets a hash of its first part repeatedly.
-        Source: vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block.
+        The block in which a prompt ends gets a hash of its first part repeatedly (vLLM 0.32.0,
+        FullAttentionManager._cache_partial_tail_block).
         """
         if not self._gpu.is_positional(table.group_idx):
             return 0

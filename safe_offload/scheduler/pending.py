@@ -49,15 +49,12 @@ T = TypeVar("T", bound=Pending)
 
 
 class Ledger(Generic[T]):
-    """Transfers of one kind: those for the next plan, and those in flight.
+    """Transfers of one kind: those for the next plan, and those in flight, by transfer id.
 
-    Its state: `new`, to which its owner adds, and `in_flight`, by transfer id.
+    Its owner adds to `new`.
 
     Bound: its owner's: one load per waiting request, stores of a limited number of blocks, fetches
     of a limited number of slots, a few spills.
-
-    Args:
-        transfer_ids: yields unique ids.
     """
 
     def __init__(self, transfer_ids: Iterable[int], num_ranks: int) -> None:
@@ -172,7 +169,6 @@ class Store(Pending):
     Bound: a part for each KV cache group of the requests that vLLM has.
 
     Attributes:
-        parts: the blocks of all requests of its step.
         epoch: of the directory at its plan; a store from before a reset is not published.
     """
 
@@ -204,12 +200,9 @@ class Store(Pending):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TierPending(Pending):
-    """A fetch or a spill.
+    """A fetch or a spill; `missing` are indices of keys that some rank could not copy.
 
     Bound: an entry for each of its slots.
-
-    Attributes:
-        missing: indices of keys that some rank could not fetch or spill.
     """
 
     message: TierTransfer
@@ -251,13 +244,7 @@ class FetchBatch:
 
 
 class Write(NamedTuple):
-    """A block to be written to tiers from its slot.
-
-    Attributes:
-        origin: see `TierTransfer`.
-        targets: see `TierTransfer`.
-        num_failures: number of failed tries.
-    """
+    """A block to be written to tiers from its slot; see `TierTransfer`."""
 
     slot: int
     group_idx: int

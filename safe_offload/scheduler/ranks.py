@@ -140,7 +140,6 @@ class Ranks:
         )
 
     def _is_worth_a_line(self, reason: FailureReason) -> bool:
-        """Return whether to log a failure: a dead worker fails every transfer from then on."""
         self._num_failed[reason] += 1
         return is_milestone(self._num_failed[reason])
 

@@ -1,7 +1,7 @@
 """The state of requests, and the filter of finished request ids.
 
-vLLM's hooks name a request in any order, repeatedly, or not at all. A `RequestState` is created by
-the first of them and kept until vLLM holds no block of the request. Requests are identified by
+vLLM's hooks name a request in any order, repeatedly, or not at all. The first of them creates its
+`RequestState`, which is kept until vLLM holds no block of the request. Requests are identified by
 their object, not by their id, so that a reused id is a new request.
 """
 
@@ -74,7 +74,7 @@ _EDGES: dict[Phase, frozenset[Phase]] = {
 class RequestQueue(dict["RequestState", None]):
     """Requests that wait for the same event, in the order of arrival.
 
-    It has no data about a request. `RequestState.close` removes the request from all its queues.
+    `RequestState.close` removes the request from all its queues.
 
     Bound: the requests that vLLM has.
     """
@@ -100,10 +100,10 @@ class RequestQueue(dict["RequestState", None]):
 
 
 class RequestState:
-    """The state of one request.
+    """The state of one request; nothing about it is kept anywhere else.
 
-    Only the methods here change `limits` and the other fields, except for the slots, each of which
-    one other file fills: nothing about a request is kept anywhere else.
+    Only the methods here change the fields, except for the slots, each of which one other file
+    fills.
 
     Bound: `HIT_ENDS_MAX` ends, and that of each slot's owner.
 
@@ -113,10 +113,10 @@ class RequestState:
             that to vLLM, which alone ends its wait.
         is_announced: the end of its present wait was reported to vLLM.
         hit_ends: tokens at which hits of its prompt end: the ends of the GPU's and the host's hits,
-            and where prompts diverged; the first `HIT_ENDS_MAX` of them.
+            and points of divergence; the first `HIT_ENDS_MAX` of them.
         is_refused: its further blocks are not stored, as others are worth more.
-        num_kept_tokens: after its end, the number of leading computed tokens that its client allows
-            to be stored; policies and estimates learn from these.
+        num_kept_tokens: after its end, the leading computed tokens that its client allows to be
+            stored; policies and estimates learn from these.
         is_retained: its blocks are stored even if others are worth more, and at once when it ends.
         response: fields that vLLM adds to the `kv_transfer_params` of its response, if any.
         queues: that it is in; only `RequestQueue` changes them.
@@ -199,11 +199,7 @@ class RequestState:
         return status == RequestStatus.WAITING_FOR_REMOTE_KVS or bool(is_ready and is_begun)
 
     def move(self, phase: Phase) -> None:
-        """Change the phase.
-
-        Raises:
-            InvariantError: the table above has no such transition.
-        """
+        """Change the phase; raise InvariantError for an edge that the table above lacks."""
         if phase not in _EDGES[self.phase]:
             raise InvariantError(
                 "I4",
@@ -289,16 +285,16 @@ class RequestState:
 
 
 class RequestBook:
-    """All requests of vLLM that a hook has named.
-
-    Its state: the requests by id, the ids of `finished` ones and the number of running ones (both
-    read only outside), the order in which the finished are checked and the number of new ones since
-    the last plan, the requests that another connector may load for, and a count for the log.
+    """All requests of vLLM that a hook has named. Only this class changes its state.
 
     Bound: the requests that vLLM has, and ended ones whose blocks or loads are still held.
 
     Args:
         begin_loads: returns the initial `load` of a request.
+
+    Attributes:
+        finished: ids of finished requests.
+        num_running: running requests.
     """
 
     def __init__(self, counters: Counters, begin_loads: Callable[[], LoadProgress]) -> None:
@@ -403,9 +399,7 @@ class RequestBook:
         return [state.request.request_id for state in self._perhaps_brought]
 
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
-        """Remove finished ids that the scheduler cannot act on, and would assert on (I3).
-
-        The same rules apply to ids of other connectors (MultiConnector).
+        """Remove finished ids on which the scheduler would assert (I3), also other connectors' ids.
 
         Returns:
             The requests that vLLM recomputes now, because their load failed.

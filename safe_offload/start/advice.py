@@ -63,8 +63,7 @@ class _Pool:
 def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str]:
     """Log the set-up in one line, and return it by the labels of `INFO`.
 
-    A slot holds one block of one KV cache group, so tokens follow from how many blocks vLLM needs
-    for a request of `max_model_len` in all groups.
+    A slot holds one block of one KV cache group, so its tokens follow from vLLM's longest request.
     """
     num_requests = pool.num_slots / pool.num_request
     copy_bytes = pool.num_slots * pool.block_bytes

@@ -1,6 +1,6 @@
-"""Checks in the process that a user starts, before it starts the engine's own processes.
+"""Checks in the process that a user starts, so that an error is the last line of its output.
 
-So an error is the last line of the output. Workers check the memory again when they allocate it.
+Workers check the memory again when they allocate it.
 """
 
 import logging
@@ -23,8 +23,7 @@ DEFAULT_HASH: Final = "sha256"
 """vLLM's; its replacement is as strong, since both are SHA-256."""
 
 CHECKED: Final = "SAFE_OFFLOAD_CHECKED"
-"""The variable of the environment that names the process which has checked the start; the processes
-that it starts inherit it."""
+"""Environment variable: the id of the process that has checked the start, for its children."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 def take_offloading_size(arguments: Any) -> None:
     """Let `--kv-offloading-size` beside our name be our size; vLLM would take another connector.
 
-    As there it is of all ranks, and counts before `cpu_bytes_to_use`. `arguments` are vLLM's
+    As there it is of all ranks, and overrides `cpu_bytes_to_use`. `arguments` are vLLM's
     EngineArgs. Source: vLLM 0.31 to 0.33, VllmConfig._post_init_kv_transfer_config.
     """
     size_gib: Any = getattr(arguments, "kv_offloading_size", None)
@@ -61,10 +60,7 @@ def take_offloading_size(arguments: Any) -> None:
 
 
 def prepare_start(config: Any) -> None:
-    """Settle hashes; refuse a host pool, ports and directories that cannot be used.
-
-    `config` is vLLM's VllmConfig.
-    """
+    """Settle hashes; refuse a pool, ports and directories that vLLM's `config` cannot use."""
     from safe_offload.compat import engine_config
 
     parallel = config.parallel_config
@@ -98,7 +94,6 @@ def warn_of_lost_metrics(arguments: Any) -> None:
 
 
 def _is_checked_by_another() -> bool:
-    """Return whether this process was started by one that has checked the same start."""
     return os.environ.get(CHECKED, "") not in ("", str(os.getpid()))
 
 
@@ -108,7 +103,7 @@ def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
 
 
 def _settle_hashes(config: Any) -> None:
-    """Replace vLLM's default algorithm, which need not be written, by one of all processes.
+    """Replace vLLM's default hash algorithm by one that is the same in all processes.
 
     Nothing has been hashed yet: the engine's own processes get this configuration.
     """

@@ -1,11 +1,10 @@
 """Loaded by vLLM in every process: registers the connector and checks its configuration.
 
 vLLM calls `register` (entry point group `vllm.general_plugins`) in the API server, in EngineCore
-and in every worker, before any of them needs the connector. After that,
-`{"kv_connector": "SafeCPUOffloadConnector"}` is a complete `--kv-transfer-config`.
+and in every worker, before any of them needs the connector.
 
-`LLM(kv_transfer_config={...})` makes a `KVTransferConfig` before it loads the general plugins. So
-that class is also wrapped as soon as its module is imported: `register_early` (entry point group
+`LLM(kv_transfer_config={...})` makes a `KVTransferConfig` before that. So that class is also
+wrapped as soon as its module is imported: `register_early` (entry point group
 `vllm.platform_plugins`) is called before or during that import, when vLLM looks for its platform.
 
 Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/entrypoints/llm.py,
@@ -78,7 +77,6 @@ def register_early() -> None:
 
 
 def _register_name() -> None:
-    """Register the connector's name once per process; its module is imported when it is used."""
     global _is_registered
     if _is_registered:
         return
@@ -98,11 +96,7 @@ def _register_name() -> None:
 
 
 def _wrap_kv_transfer_config() -> None:
-    """Complete a KVTransferConfig that names us, and check our settings.
-
-    So the process that reads the command line refuses an invalid setting, before a worker loads the
-    model. A `ConfigError` is a `ValueError`, which pydantic reports as its own.
-    """
+    """Complete a KVTransferConfig that names us, and check our settings before a worker starts."""
     from vllm.config.kv_transfer import KVTransferConfig
 
     if is_wrapped(KVTransferConfig, "__post_init__"):
@@ -121,8 +115,7 @@ def _complete_as_written(config_class: Any) -> None:
     """Pass the configuration as written to `complete`, before pydantic fills in vLLM's defaults.
 
     `__post_init__` cannot distinguish a default from the same word written by the user. If this
-    fails, vLLM's defaults and messages stay, and the connector warns about the failure policy.
-    Source: pydantic, "Customizing the core schema" and `dataclasses.rebuild_dataclass`.
+    fails, vLLM's defaults stay. Source: pydantic, `dataclasses.rebuild_dataclass`.
     """
     try:
         from pydantic.dataclasses import rebuild_dataclass
@@ -198,11 +191,7 @@ def _check(check: Callable[[Any], Any], subject: Any) -> Any:
 
 
 def _wrap_engine_arguments() -> None:
-    """Check a whole engine's configuration in the process that the user starts.
-
-    There, an error is the last line of the output; one in the engine's own processes is followed by
-    the tracebacks of processes that wait for them.
-    """
+    """Check a whole engine's configuration in the process that the user starts."""
     arguments = sys.modules.get(_ARGUMENTS_MODULE)
     if arguments is None:
         return

@@ -1,10 +1,10 @@
 """Detects that the weights of a running engine may have changed; vLLM does not notify connectors.
 
-Weights are changed by calls of EngineCore between two steps, on the scheduler's thread. These calls
-are wrapped, for engines with this connector only, and the caches are reset before anything else is
-scheduled. docs/guides/resets.md lists the calls. A trainer in the engine's process may load weights
-into the model directly: such loads are counted, and the connector compares the count before it
-plans a step and before it publishes stores.
+Weights are changed by calls of EngineCore between two steps, on the scheduler's thread
+(docs/guides/resets.md). These are wrapped, for engines with this connector only, and the caches are
+reset before anything else is scheduled. A trainer in the engine's process may load weights into the
+model directly: such loads are counted, and the connector compares the count before it plans a step
+and before it publishes stores.
 
 Source: vLLM 0.31 to 0.33, v1/engine/core.py; their v1/worker/gpu_worker.py for the methods.
 """
@@ -41,9 +41,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class Adapters:
     """The LoRA adapters that an engine has seen, to detect one whose content may have changed.
 
-    vLLM identifies an adapter by name and path (0.31 to 0.33, `_gen_lora_extra_hash_keys`). For
-    requests with `load_inplace`, it reads the adapter again in each of their steps, without a call:
-    then the files are compared by inode, size and times.
+    vLLM identifies an adapter by name and path (0.31 to 0.33, `_gen_lora_extra_hash_keys`). With
+    `load_inplace`, it reads the adapter again in each step of a request, without a call: then the
+    files are compared by inode, size and times.
     """
 
     def __init__(self) -> None:
@@ -109,10 +109,7 @@ MODEL_LOADS: Final = ModelLoads()
 
 
 def watch() -> None:
-    """Wrap the calls of EngineCore that may change weights; a second call does nothing.
-
-    For an engine without this connector, a call is unchanged.
-    """
+    """Wrap the calls of EngineCore that may change weights; a second call does nothing."""
     MODEL_LOADS.watch()
     from vllm.v1.engine.core import EngineCore
 
@@ -152,14 +149,14 @@ def _watched(
 
 
 def _connectors_of(engine_core: Any) -> list[Any]:
-    """Return the engine's connectors of this class: none, one, or several in a MultiConnector."""
+    """Return the engine's connectors of this class, also those in a MultiConnector."""
     connector = getattr(getattr(engine_core, "scheduler", None), "connector", None)
     children = getattr(connector, "sub_connectors", [connector])
     return [child for child in children if hasattr(child, "weights_changed")]
 
 
 def _try_to_forget_embeddings(engine_core: Any) -> None:
-    """Reset the encoder cache: its embeddings depend on the old weights, and so would KV cache.
+    """Reset the encoder cache, whose embeddings depend on the old weights.
 
     vLLM does this itself in some of these calls only, and only in its workers.
     """

@@ -1,9 +1,9 @@
-"""Lets EngineCore plan a loaded request at once, without its pause after a step without a forward.
+"""Lets EngineCore plan a loaded request without its pause after a step without a forward pass.
 
-vLLM's loop sleeps for 1 ms after such a step, so that threads of transfers can run. A request whose
-load has just been reported needs only the next step, so that one comes without the pause: once for
-each report, so the loop does not spin. With data parallelism, where engines step together, and with
-a vLLM whose loop is another one, the pause stays.
+vLLM's loop sleeps for 1 ms after such a step, for threads of transfers. A request whose load has
+just been reported needs only the next step, which then comes at once: once for each report, so the
+loop does not spin. With data parallelism, where engines step together, and with a vLLM whose loop
+is another one, the pause stays.
 
 Source: vLLM 0.32.0, EngineCoreProc._process_engine_step of v1/engine/core.py.
 """

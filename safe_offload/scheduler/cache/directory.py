@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 
 SPLIT_FROM = 1 << 18
-"""Number of slots above which a table is split into many dictionaries: rehashing one takes 25 ms,
-as it grows and after as many changes (docs/benchmarks.md: large hosts)."""
+"""Slots above which a table is split: to rehash one dictionary takes 25 ms."""
 
 
 class Key(NamedTuple):
-    """The key of a slot: KV cache group and hash."""
-
     group_idx: int
     block_hash: bytes
 
@@ -60,11 +57,10 @@ class SplitTable(MutableMapping[bytes, int]):
 class Directory:
     """Slots by block hash, for each KV cache group.
 
-    Bound: as many entries as there are slots, a few further keys of each, and the bound of
+    Bound: as many entries as there are slots, a few further keys of each, and that of
     `PrivateBlocks`.
 
     Args:
-        num_slots: slots are 0 to `num_slots - 1`.
         events: notified of stores that begin, and of blocks published and removed; None without.
 
     Attributes:
@@ -189,7 +185,7 @@ class Directory:
         return [Key(group_idx, h) for group_idx, table in enumerate(self.tables) for h in table]
 
     def _keys_of(self, slots: Iterable[int]) -> Iterator[Key]:
-        """Yield the keys of slots, in their order; none for a dropped one."""
+        """Yield all keys of slots, in their order; none for a dropped one."""
         for slot in slots:
             block_hash = self.hashes[slot]
             if block_hash is not None:
@@ -248,11 +244,7 @@ class Directory:
         return f"<Directory of epoch {self.epoch}: {self.num_held} slots>"
 
     def check_invariants(self, leased: set[int]) -> None:
-        """Check that the tables agree, and that slots being stored are leased.
-
-        Raises:
-            InvariantError: tables differ (I6), or a store has no lease (I5).
-        """
+        """Check that the tables agree (I6), and that slots being stored are leased (I5)."""
         if not self.being_stored <= leased:
             raise InvariantError("I5", "a slot that is being stored is not leased")
         num_names = self.num_held + sum(map(len, self._more_keys.values()))

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from safe_offload.scheduler.cache.hit_curve import FACTORS, Curve
 
 NUM_KEPT_MAX = 1 << 15
-"""Sampled blocks and ends in the unlimited cache, least recently used first."""
 
 
 class EndCurve(Curve):
@@ -70,10 +69,7 @@ class EndCurve(Curve):
     def _parted(
         self, cache: _Cache, hashes: Sequence[bytes], places: Sequence[int], ends: Iterable[int]
     ) -> int:
-        """Return the end of the attention blocks that are held, where prompts diverged.
-
-        It is between two sampled blocks; the host knows it exactly.
-        """
+        """Return the end of the held attention blocks: between two sampled ones, at a known end."""
         parted, end_max = 0, len(hashes)
         for place in places:
             if hashes[place] not in cache.blocks:
@@ -84,7 +80,6 @@ class EndCurve(Curve):
         return parted - parted % self._align
 
     def _end_slots(self, num_hashes: int) -> float:
-        """Return the number of slots of an end at this distance, in hashes, from another."""
         return sum(min(number, math.ceil(num_hashes / size)) for number, size in self._needs)
 
     def _use(self, hashes: Sequence[bytes], places: Sequence[int]) -> None:

@@ -1,12 +1,9 @@
 """KV events: they report to routers which blocks can be hit on the host.
 
-With `--kv-events-config`, vLLM publishes the events of its GPU cache and of its connector. This
-connector adds a `BlockStored` when a block is published in the directory and a `BlockRemoved` when
-it is removed, so that a replay reproduces the directory (I12). It sends no `AllBlocksCleared`: that
-names no medium, and routers apply it to the GPU's blocks, too.
-
-An event needs the tokens of a block, which are copied from the request when a store begins, because
-the request may be gone when the store settles.
+A `BlockStored` is added when a block is published in the directory and a `BlockRemoved` when it is
+removed, so that a replay reproduces the directory (I12). No `AllBlocksCleared`: that names no
+medium, and routers apply it to the GPU's blocks, too. An event needs the tokens of a block, which
+are copied from the request when a store begins, because the request may be gone when it settles.
 """
 
 from __future__ import annotations
@@ -79,9 +76,6 @@ class Description:
 class Origins:
     """The request of a hash, and the hash's index there.
 
-    Its state, which nothing else changes: the places by hash, `RequestState.num_learned`, and the
-    ended requests that are kept, with their numbers of hashes.
-
     Bound: the hashes of live requests, and `num_kept`.
 
     Args:
@@ -133,8 +127,7 @@ class Origins:
     ) -> list[tuple[Request, int] | None]:
         """Return for each hash its request and index there; None if no request has it.
 
-        Args:
-            owners: the requests of the hashes, as far as known.
+        `owners` are the requests of the hashes, as far as known.
         """
         for state in owners:
             self.learn(state)
@@ -168,9 +161,6 @@ class Origins:
 
 class KvEvents:
     """Creates vLLM's events from the changes of the directory.
-
-    Its state, which nothing else changes: the events not taken yet, the descriptions of blocks
-    being stored, `origins`, and whether all hits were disabled.
 
     Bound: a description for each slot that is being stored, a key for each slot, and the events of
     one step.
@@ -216,7 +206,7 @@ class KvEvents:
     def learn(self, state: Described) -> None:
         """Learn all hashes of a request whose blocks may be stored without naming it.
 
-        All of them, because an ended request with the same hashes has removed their places.
+        An ended request with the same hashes has removed their places.
         """
         self._origins.learn(state, first=0)
 
@@ -225,7 +215,7 @@ class KvEvents:
         self._origins.end(state)
 
     def withdraw(self, keys: Iterable[Key]) -> None:
-        """All hits are disabled: report these, all keys, as removed, and nothing after that."""
+        """Report these, all keys, as removed, and nothing after that."""
         self.removed(keys)
         self._is_withdrawn = True
         self._being_stored.clear()

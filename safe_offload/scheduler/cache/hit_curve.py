@@ -50,7 +50,6 @@ class Curve:
         return [found.start() for found in self._sampled.finditer(last_bytes)]
 
     def _count(self, index: int, held: float, asked: float, expected: float) -> None:
-        """Count held blocks, and requested ones with the expected number in the sample."""
         self._held[index] += held
         self._asked[index] += asked
         self._expected[index] += expected
@@ -71,8 +70,8 @@ class HitCurve(Curve):
     """Simulated LRU caches of several sizes, for a sample of the keys.
 
     A prompt is looked up, then used from its tail to its head, as real slots are. So no block
-    outlasts its predecessor, the held blocks of a prompt are its leading ones, and each key can be
-    checked alone although only a leading run is a hit.
+    outlasts its predecessor, and each key can be checked alone although only a leading run is a
+    hit.
 
     Bound: the entries of the simulated caches, and `NUM_SEEN_MAX` keys.
     """

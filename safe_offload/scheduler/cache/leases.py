@@ -18,8 +18,7 @@ class LeaseKind(enum.Enum):
     STORE = "store"
     """Its slots are being written from the GPU."""
     PREFIX = "prefix"
-    """The host copy of a live request's prefix. It keeps the head of a long prompt in a pool too
-    small for the whole prompt."""
+    """The host copy of a live request's prefix; it keeps the head of a too long prompt."""
     FETCH = "fetch"
     """Its slots are being filled from a tier, or were, for requests without a match so far."""
     SPILL = "spill"
@@ -110,11 +109,7 @@ class LeaseBook:
         return self._hold(kind, list(slots))
 
     def grant(self, kind: LeaseKind, count: int, salt: str | None = None) -> Lease | None:
-        """Lease up to `count` slots to overwrite; None, with nothing changed, if none is free.
-
-        Args:
-            salt: of the request that they are for.
-        """
+        """Lease up to `count` slots to overwrite; None, with nothing changed, if none is free."""
         slots = self._pool.grant(count, salt)
         return self._hold(kind, slots) if slots else None
 

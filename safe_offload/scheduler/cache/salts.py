@@ -10,8 +10,6 @@ from itertools import groupby
 class BlockSalts:
     """The salt of the last request for which each GPU block was allocated.
 
-    Its state: the salts before the step that is planned, and those of this step.
-
     Bound: an entry for each block of the GPU.
 
     Args:

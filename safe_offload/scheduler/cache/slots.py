@@ -1,7 +1,7 @@
 """The pool of host slots: free, leased and evictable ones.
 
-A slot is one position in the host memory of every rank, as large as a GPU block; here it is a plain
-number, from 0. Each call takes many slots: a long prompt has thousands, and vLLM waits.
+A slot is a position in the host memory of every rank, as large as a GPU block; here it is a number,
+from 0. Each call takes many slots: a long prompt has thousands, and vLLM waits.
 """
 
 from __future__ import annotations
@@ -78,12 +78,9 @@ class SlotSource(Protocol):
 
 
 class References:
-    """The number of leases of each slot.
+    """The number of leases of each slot; `leased` are those with at least one, read only.
 
     Bound: an entry for each leased slot.
-
-    Attributes:
-        leased: slots with at least one. Read only.
     """
 
     def __init__(self) -> None:
@@ -105,11 +102,8 @@ class References:
     def drop(self, slots: Sequence[int]) -> Sequence[int]:
         """Remove one lease from each slot; a slot may be given twice.
 
-        Returns:
-            The slots without leases now, in the order given.
-
-        Raises:
-            InvariantError: a slot has no lease; nothing has changed.
+        Returns the slots without leases now, in the order given. Raises InvariantError, with
+        nothing changed, if a slot has no lease.
         """
         leased, more = self.leased, self._more
         if not leased.issuperset(slots):
@@ -239,10 +233,7 @@ class SlotPool:
         return len(self._retired)
 
     def open(self, num_ready: int) -> None:
-        """Open the first `num_ready` slots, which every rank has made ready.
-
-        A smaller number than before changes nothing.
-        """
+        """Open the first `num_ready` slots, which every rank has made ready; never close any."""
         self._num_ready = max(self._num_ready, min(num_ready, self.num_slots))
         if self._awaits_source:
             return
@@ -307,14 +298,12 @@ class SlotPool:
         )
 
     def grant(self, count: int, salt: str | None = None) -> list[int]:
-        """Take up to `count` slots, each under one lease of the caller's.
+        """Take up to `count` slots, possibly none, each under one lease of the caller's.
+
+        The directory drops their previous contents.
 
         Args:
             salt: of the request, which determines the tenant; see `TenantQuotas`.
-
-        Returns:
-            Possibly fewer slots, possibly none: full is normal. The directory drops the previous
-            contents of granted slots.
         """
         if self.source is not None:
             return self.source.grant(count)
@@ -445,12 +434,9 @@ class SlotPool:
         self._add_empty([slot for slot in slots if slot not in leased])
 
     def retire(self, slots: Iterable[int]) -> list[int]:
-        """Never grant these slots again: their memory is unreliable (I6).
+        """Never grant these slots again: their memory is unreliable (I6); return the new ones.
 
         Each gets a lease that is never released, and can be found until it is dropped.
-
-        Returns:
-            The slots that were not retired before.
         """
         usable = (slot for slot in slots if 0 <= slot < self.num_usable)
         retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
@@ -481,7 +467,7 @@ class SlotPool:
         self._recount()
 
     def mark_hit(self, slots: Iterable[int]) -> None:
-        """A load reads these slots."""
+        """Record that a load reads these slots."""
         self._mark(slots, 1)
 
     def _mark(self, slots: Iterable[int], was_hit: int) -> None:
@@ -512,7 +498,6 @@ class SlotPool:
         return f"<SlotPool of {self.num_slots}: {self.num_free} free, {self.num_leased} leased>"
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
-        """Return the expected number of leases of each slot."""
         expected = Counter(slot for slots in leases for slot in slots)
         expected.update(self._retired)
         if self.source is not None:
@@ -520,11 +505,7 @@ class SlotPool:
         return expected
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
-        """Compare each slot's count with the existing leases (I1, I8), and check the directory.
-
-        Raises:
-            InvariantError: they differ, or the free slots are not exactly the unleased ones.
-        """
+        """Compare each slot's count with the existing leases (I1, I8), and check the directory."""
         expected = self._count(leases)
         self._references.check(expected)
         leased = self._references.leased

@@ -36,7 +36,7 @@ def _for_each(name: str) -> Any:
 
 
 class TenantPolicy(EvictionPolicy):
-    """One policy for each tenant, and how many slots each gives. Only `TenantQuotas` changes it.
+    """An `EvictionPolicy` for each tenant; only `TenantQuotas` changes it.
 
     Bound: an entry for each slot, and `MAX_TENANTS` policies.
 
@@ -86,21 +86,21 @@ class TenantPolicy(EvictionPolicy):
         return above
 
     def payments(self, count: int) -> list[int]:
-        """Return how many slots each tenant gives of `count`, perhaps fewer together."""
+        """Return the number of slots that each tenant gives of `count`, perhaps fewer together."""
         sizes = list(map(len, self._policies))
         given = payments(sizes, self.above, count)
         given[self.asking] += min(sizes[self.asking] - given[self.asking], count - sum(given))
         return given
 
     def peek(self, count: int) -> list[int]:
-        """See `EvictionPolicy`; those of the tenant with the largest excess come first."""
+        """Return the next victims, those of the tenant with the largest excess first."""
         found: list[int] = []
         for tenant in sorted(range(len(self.held)), key=self.above.__getitem__, reverse=True):
             found += self._policies[tenant].peek(count - len(found))
         return found
 
     def evict(self, count: int, now_s: float) -> list[int]:
-        """See `EvictionPolicy`; fewer than exist if the others are within their guarantees."""
+        """Evict fewer slots than exist, if the others are within their guarantees."""
         evicted: list[int] = []
         for tenant, num_given in enumerate(self.payments(count)):
             if num_given:
@@ -122,7 +122,6 @@ class TenantQuotas:
 
     Attributes:
         policy: of the pool.
-        tenants: as they are now.
         salts: for whom the blocks of the GPU were allocated.
     """
 
@@ -193,7 +192,7 @@ class TenantQuotas:
             counters[of_tenant("evicted_blocks", labels[tenant])] += count
 
     def recount(self, taken: Iterable[int], pinned: Iterable[int], num_slots: int) -> None:
-        """Recompute what each tenant has, and its guarantee of `num_slots`.
+        """Recompute the slots of each tenant, and its guarantee of `num_slots`.
 
         Args:
             taken: slots of any tenant.
@@ -228,10 +227,7 @@ class TenantQuotas:
             self._num_pinned[self.policy.owners[slot]] -= 1
 
     def must_unpin(self, slots: Sequence[int]) -> bool:
-        """Return whether pins of these slots deny other tenants their guarantees.
-
-        Tenants whose pins exceed their quota are unpinned.
-        """
+        """Return whether these pins, of tenants over quota, deny others their guarantees."""
         owners = {self.policy.owners[slot] for slot in slots}
         guaranteed = self.policy.guaranteed
         return self.num_overpinned() > 0 and any(

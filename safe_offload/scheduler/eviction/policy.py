@@ -1,9 +1,8 @@
 """The order in which filled slots are overwritten: the interface of eviction policies, and LRU.
 
-A policy knows no prompts. The order of the slots of a release says all that matters: the tail of a
-prefix comes before its head, because a block is useless without those before it. A lease is what
-other caches call an access. A call takes thousands of slots while vLLM's scheduler waits: hence
-batches move, not slots, and no slot is an object.
+A policy knows no prompts: the order of the slots of a release says all that matters. A lease is
+what other caches call an access. A call takes thousands of slots while vLLM's scheduler waits:
+hence batches move, not slots, and no slot is an object.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ Hashes = Sequence[bytes | None]
 
 
 class EvictionPolicy:
-    """The order of the filled slots without a lease.
-
-    Deterministic; each call is one step.
+    """The order of the filled slots without a lease. Deterministic; each call is one step.
 
     Args:
         num_slots: of the pool.
-        hashes: by slot, the hash of the block that it holds, for policies that recognize blocks
-            that they evicted.
+        hashes: by slot, the hash of the block that it holds, to recognize evicted blocks.
 
     Attributes:
         may_refuse: `admits` may return False.
@@ -42,7 +38,7 @@ class EvictionPolicy:
 
         Args:
             slots: none of them evictable yet, none twice, in the order of their eviction: the tail
-                of a prefix first.
+                of a prefix first, because it is useless without its head.
             now_s: the start of their age.
         """
         self._queue.append(slots, now_s)
@@ -86,10 +82,7 @@ class EvictionPolicy:
         return evicted
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Remove slots whose contents are worthless.
-
-        They may include leased slots, whose history is forgotten.
-        """
+        """Remove slots, leased or not, whose contents are worthless, with their history."""
         self._queue.remove(slots)
 
     def __len__(self) -> int:
@@ -202,7 +195,6 @@ class SlotQueue:
         return taken
 
     def _sweep(self, num_entries: int) -> None:
-        """Remove the stale entries of the next batches, at least `num_entries` entries."""
         tickets = self._tickets
         while num_entries > 0:
             if not self._batches:

@@ -35,8 +35,7 @@ class ExpectedReuse(EvictionPolicy):
     of each older batch as another. A batch has a kind: new, used again after gaps of similar
     length, or abandoned, when its conversation went on without it. Of each kind, only the oldest
     and the newest batch are compared. Evicted batches are recognized by the hash of their first
-    block, so that reuse that comes too late is learned from as well. Until anything is learned,
-    the order is that of `Lru`.
+    block, to learn from late reuse as well. Until anything is learned, the order is that of `Lru`.
 
     Bound: an entry per slot, a batch per slot in one, and `GHOSTS_MAX`.
     """
@@ -59,7 +58,6 @@ class ExpectedReuse(EvictionPolicy):
         self._worth = _Worth(num_slots)
 
     def release(self, slots: Sequence[int], now_s: float) -> None:
-        """See `EvictionPolicy`."""
         self._set_time(now_s)
         new: list[int] = []
         for kind, run in groupby(slots, self._kinds.__getitem__):
@@ -72,7 +70,6 @@ class ExpectedReuse(EvictionPolicy):
         self._add_new(new)
 
     def lease(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
         for batch, run in self._take_out(list(slots)):
             goes_on = len(run) >= batch.num_live and batch.kind < _SHARED
             self._used.append((batch, batch.kind, run, goes_on))
@@ -82,12 +79,11 @@ class ExpectedReuse(EvictionPolicy):
                 self._by_kind[_ABANDONED][batch.ticket] = batch
 
     def hold(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
         for batch, run in self._take_out(list(slots)):
             set_each(self._kinds, run, batch.kind)
 
     def admits(self, count: int, last_slot: int | None, first_hash: bytes, now_s: float) -> bool:
-        """See `EvictionPolicy`; refused blocks are recognized as if they were evicted now."""
+        """Refused blocks are recognized later as if they were evicted now."""
         self._set_time(now_s)
         kind = self._kind_after(last_slot)
         if kind == _NEW:
@@ -126,7 +122,6 @@ class ExpectedReuse(EvictionPolicy):
         return kind if batch is None else _next_kind(kind, self._age_bin_of(batch))
 
     def peek(self, count: int) -> list[int]:
-        """See `EvictionPolicy`."""
         found = self._queue.peek(count)
         for batch in self._in_order():
             if len(found) >= count:
@@ -135,7 +130,6 @@ class ExpectedReuse(EvictionPolicy):
         return found[: max(0, count)]
 
     def evict(self, count: int, now_s: float) -> list[int]:
-        """See `EvictionPolicy`."""
         self._set_time(now_s)
         evicted = super().evict(count, now_s)
         tickets, emptied = self._tickets, []
@@ -155,7 +149,6 @@ class ExpectedReuse(EvictionPolicy):
         return evicted
 
     def forget(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
         self._set_time(self._now_s)
         deque(self._take_out(slots := list(slots)), maxlen=0)
         set_each(self._kinds, slots, _NEW)
@@ -312,9 +305,9 @@ class _Worth:
     """The worth of a slot by kind and age: 1 if it is used again now, half at `HORIZON_S`.
 
     The chance of reuse at an age is estimated from few cases, and drifts. So each estimate starts
-    from a broader one, as if that had been observed on a share of all slots: a kind of used
-    batches from all used batches, each group of kinds from all batches, and these from a chance of
-    a tenth in each half octave.
+    from a broader one, as if that had been observed on a share of all slots: a kind of used batches
+    from all used batches, each group of kinds from all batches, and these from a chance of a tenth
+    in each half octave.
 
     Source: N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit
     density", NSDI 2018.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Estimates(Feature):
-    """Its state: the curve, and `RequestState.is_estimated`.
+    """Estimates hit rates at other sizes from running requests (`RequestState.is_estimated`).
 
     Bound: that of the curve.
     """
@@ -26,7 +26,7 @@ class Estimates(Feature):
         self.curve: Curve | None = None
 
     def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
-        """See `Feature`; a request counts when it starts to run, if all of it may be stored."""
+        """Count a request when it starts to run, if all of it may be stored."""
         request = state.request
         is_partial = state.limits.store_tokens is not None and not state.is_refused
         if num_tokens or is_partial or state.is_estimated:

@@ -24,5 +24,4 @@ class Events(Feature):
         self._events.ended(state)
 
     def has_work(self) -> bool:
-        """See `Feature`; vLLM takes events in a step."""
         return self._events.is_pending

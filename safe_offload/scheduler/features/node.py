@@ -33,9 +33,6 @@ STALLED_AFTER_S = 1.0
 class NodePool(Feature):
     """Uses host slots of a pool that other engines use, too.
 
-    Its state: the pools that the ranks have reported, whether it has read the table in this step,
-    when it next searches for dead engines, and since when another process blocks its slots.
-
     Bound: an entry for each rank.
     """
 
@@ -59,7 +56,7 @@ class NodePool(Feature):
         return self._lots is None or self._lots.wake()
 
     def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        """See `Feature`.
+        """Synchronize before a search.
 
         A request that arrives before the ranks have reported the pool waits: they report it in the
         first step, or never.
@@ -93,7 +90,6 @@ class NodePool(Feature):
         self._nap_if_idle()
 
     def _sync(self, lots: NodeLots) -> None:
-        """Read the changes of other engines, once in a step for all its requests."""
         if not self._is_synced:
             self._is_synced = True
             lots.sync()
@@ -190,7 +186,7 @@ class NodePool(Feature):
             self._lots.table.nap()
 
     def on_reset(self, cause: str | None) -> None:
-        """See `Feature`; from now on nothing is shared with engines of the weights of before."""
+        """From now on nothing is shared with engines of the previous weights."""
         if self._lots is not None:
             logger.info(
                 "The weights may have changed with the reset, so this engine and the others no "
@@ -198,7 +194,7 @@ class NodePool(Feature):
             )
 
     def has_work(self) -> bool:
-        """See `Feature`; not all that others have stored was read yet."""
+        """Return whether changes of other engines are left to read."""
         return self._lots is not None and self._lots.is_behind
 
     def shutdown(self) -> None:

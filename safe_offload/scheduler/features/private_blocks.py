@@ -1,8 +1,8 @@
 """Private blocks, which stay out of tiers: their hashes do not cover all their inputs.
 
 vLLM's block hash covers media by their ids, which a client may have chosen, adapters by name and
-path, and prompt embeddings without their data type. Within one engine, on GPU and host, vLLM's own
-rule applies. In a tier, one client would define the meaning of a name for all engines.
+path, and prompt embeddings without their data type. In a tier, one client would define the meaning
+of a name for all engines.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ SWEEP_MIN = 1 << 16
 
 class PrivateBlocks(Feature):
     """Keeps `Directory.private`: the private hashes that the GPU or the host may have.
-
-    Its state, which nothing else changes: `growing`, and the number of hashes for the next sweep.
 
     Bound: the requests that vLLM has, and the hashes that a sweep leaves, twice, or `SWEEP_MIN`.
 
@@ -87,18 +85,18 @@ class PrivateBlocks(Feature):
         return None
 
     def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        """See `Feature`; tiers may look up any of its blocks."""
+        """Learn hashes before tiers look up any block of the request."""
         if state.private is not None:
             self._note(state)
         return Answer.SEARCH
 
     def on_report(self, report: StepReport) -> None:
-        """See `Feature`; stored blocks may be found and spilled from now on."""
+        """Learn hashes before stored blocks may be found and spilled."""
         for state in self.growing:
             self._note(state)
 
     def on_request_finished(self, state: RequestState) -> None:
-        """See `Feature`; others may still find its blocks."""
+        """Learn the last hashes; others may still find its blocks."""
         if state.private is not None:
             self._note(state)
             state.private = None

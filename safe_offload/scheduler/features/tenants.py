@@ -23,10 +23,7 @@ LABELS_MAX = 256
 
 
 class TenantShares(Feature):
-    """Applies the quotas of the tenants file.
-
-    Its state: the counted invalid versions of the file, the labels that metrics have had, and
-    `RequestState.num_asked`.
+    """Applies the quotas of the tenants file; counts by `RequestState.num_asked`.
 
     Bound: `LABELS_MAX` labels.
     """
@@ -68,7 +65,7 @@ class TenantShares(Feature):
             self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
 
     def on_step(self, output: SchedulerOutput, now_s: float) -> None:
-        """See `Feature`; the tenants change between two steps."""
+        """Change tenants between two steps only."""
         if self.file.num_bad != self._num_bad:
             self._counters[Count.BAD_TENANT_FILES] += self.file.num_bad - self._num_bad
             self._num_bad = self.file.num_bad
@@ -86,7 +83,7 @@ class TenantShares(Feature):
         self.salts.end_step()
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Feature`; labels that the file had stay, at 0."""
+        """Return the gauges of all tenants; labels that the file had stay, at 0."""
         found = {of_tenant(name, label): 0.0 for name in TENANT_GAUGES for label in self._labels}
         policy, slot_bytes = self.quotas.policy, self._planner.options.slot_bytes
         for number, label in enumerate(self.quotas.tenants.labels):

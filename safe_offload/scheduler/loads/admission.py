@@ -1,13 +1,13 @@
 """Admission of loads: deadlock avoidance among requests that hold GPU blocks for a load.
 
 A request that waits for its load, or whose load has landed, holds GPU blocks and cannot be
-preempted. It needs more blocks to continue, and vLLM considers such requests in order and stops at
-the first for which there are too few. If two of them hold so many that neither can continue, the
-engine hangs. vLLM 0.32.0 has a check, which counts too few blocks for sliding windows: it caps the
-blocks that a request needs and then subtracts the null blocks of its table, too
-(Scheduler._inflight_prefill_reserved_blocks). So with such groups, a hit is reported only if every
-request that holds blocks for a load could still be scheduled next, also after its load fails: vLLM
-then frees its blocks, and it restarts at its first token, before the others in the queue.
+preempted. vLLM considers such requests in order and stops at the first for which there are too few
+blocks. If two of them hold so many that neither can continue, the engine hangs. vLLM 0.32.0 has a
+check, which counts too few blocks for sliding windows: it caps the blocks that a request needs and
+then subtracts the null blocks of its table, too (Scheduler._inflight_prefill_reserved_blocks). So
+with such groups, a hit is reported only if every request that holds blocks for a load could still
+be scheduled next, also after its load fails: vLLM then frees its blocks, and it restarts at its
+first token, before the others in the queue.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Need:
 class Admission:
     """The requests that hold GPU blocks for a load, for models with more than full attention.
 
-    Its state: `RequestState.need` of each, their number, the blocks that they hold together, and a
-    heap of them by missing blocks, the largest number first.
+    Its state includes `RequestState.need`, and a heap by missing blocks, the largest number first.
 
     Bound: the requests that vLLM has, and twice as many heap entries: the entry of a released
     request is removed when it comes first, or when there are too many.
@@ -100,7 +99,6 @@ class Admission:
         heappush(self._by_missing, (-need.missing, next(self._entry_ids), state, need))
 
     def _most_missing(self) -> int:
-        """Return the maximum number of missing blocks of a holder."""
         while not self._is_valid(*self._by_missing[0]):
             heappop(self._by_missing)
         return self._by_missing[0][3].missing

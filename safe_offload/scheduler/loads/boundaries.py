@@ -1,11 +1,11 @@
 """Boundaries: positions of a prompt at which vLLM retains windows and states for later hits.
 
 By default, vLLM hashes the windows and Mamba states that a hit at the end of a prompt needs, and
-those at one earlier boundary, `Request.shared_prefix_boundary`: where the GPU has full attention
-but no windows, because prompts diverged there. Hashed blocks are stored on the host. The host knows
-more prompts than the GPU and has more room. So this module moves the boundary of a request: to
-where it diverges from prompts that the host has or that are being served, to the end of its load,
-and, without such knowledge, from position to position through prompt and output.
+those at one earlier boundary, `Request.shared_prefix_boundary`: where prompts diverge on the GPU.
+Hashed blocks are stored on the host, which knows more prompts and has more room. So this module
+moves the boundary of a request: to where it diverges from prompts that the host has or that are
+being served, to the end of its load, and, without such knowledge, from position to position through
+prompt and output.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class Boundaries:
     def keep(self, state: RequestState, boundary: int, num_computed_tokens: int = 0) -> bool:
         """Move the boundary of a request, unless that would displace vLLM's own.
 
-        Returns:
-            Whether it is at that position now.
+        Returns whether it is at that position now.
         """
         num_found, own, moved = state.boundary or NOWHERE
         reach = boundary + self._num_step_tokens + self._span
@@ -153,7 +152,7 @@ class Boundaries:
         state.ends_hits_at(boundary)
 
     def end(self, load: Load, parted_at: int) -> None:
-        """A load begins: move the boundary to its end, or to a later point of divergence."""
+        """Move the boundary of a begun load to its end, or to a later point of divergence."""
         load.owner.ends_hits_at(load.first_hash * self._hash_block_size)
         end = load.end_hash * self._hash_block_size
         near = [one for one in load.owner.hit_ends if end < one <= end + self._num_step_tokens]
@@ -178,11 +177,7 @@ class Boundaries:
     def extras(
         self, state: RequestState, num_computed_tokens: int
     ) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield the places of blocks that vLLM hashes for the connector, since the last call.
-
-        Returns:
-            The boundary, the group and the places in its block table.
-        """
+        """Yield boundary, group and places of blocks newly hashed for the connector."""
         num_found, own, moved = state.boundary or NOWHERE
         if not moved:
             return

@@ -50,7 +50,6 @@ class Hit:
     Attributes:
         slots_by_group: by KV cache group, one slot per block of the run; `NO_SLOT` where the group
             does not need one.
-        num_tokens: length of the run.
         num_computed_tokens: tokens before the run, which the GPU has.
         end_max: the upper limit of the run's end, as a token of the request.
         as_of: `Directory.version` and `Directory.num_forgets` at the search.
@@ -76,8 +75,7 @@ class Ends(NamedTuple):
     """Windows and states of a request.
 
     Attributes:
-        spare: that no hit is known to need and no load has read: they were kept in case that
-            another prompt goes on there.
+        spare: held, but no hit is known to need them and no load has read them.
         needed: by hits, and the request does not hold them.
     """
 
@@ -86,17 +84,17 @@ class Ends(NamedTuple):
 
 
 class Finder(Protocol):
-    """Where blocks are found: `Directory`, or that and tiers (`tiered_hits.py`)."""
+    """A place of blocks: `Directory`, or that and tiers (`tiered_hits.py`)."""
 
     def find(self, group_idx: int, block_hash: bytes) -> Any:
-        """Return what stands for a block, its slot where it has one; None if it is nowhere."""
+        """Return the slot of a block, or what stands for it; None if it is nowhere."""
 
     def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[Any]:
-        """Return what `find` finds, up to the first block that is nowhere."""
+        """Return the results of `find` up to the first missing block."""
 
 
 class FoundAsBlocks:
-    """The part of vLLM's `BlockPool` that its hit rules use, over what is found elsewhere."""
+    """The part of vLLM's `BlockPool` that its hit rules use, over the blocks of a finder."""
 
     null_block = NO_SLOT
 
@@ -129,7 +127,7 @@ class FoundAsBlocks:
 class FullAttentionInRuns(FullAttentionManager):
     """vLLM's rule of full attention for `FoundAsBlocks`, without a call for each block.
 
-    Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, which is asked wherever more
+    Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, which is called wherever more
     than the number of leading blocks matters.
     """
 
@@ -164,7 +162,8 @@ class FullAttentionInRuns(FullAttentionManager):
 class WindowInRuns(SlidingWindowManager):
     """vLLM's rule of sliding windows for `FoundAsBlocks`: nearly always the last one is there.
 
-    Source: vLLM 0.32.0, SlidingWindowManager.find_longest_cache_hit, which is asked for the others.
+    Source: vLLM 0.32.0, SlidingWindowManager.find_longest_cache_hit, which is called for the
+    others.
     """
 
     @classmethod
@@ -199,7 +198,7 @@ RULES: dict[type, type] = {
 
 
 def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
-    """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
+    """Return vLLM's cache coordinator with its rules over a pool of ours."""
     sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     # It makes a pool of its own, which has no use: one block is the least.
     config = replace(kv_cache_config, num_blocks=1)
@@ -213,14 +212,12 @@ def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCach
 
 
 class HostHits:
-    """Finds hits on the host.
-
-    Nothing else here is mutable but `slots` and its directory, which have rules of their own.
+    """Finds hits on the host; only `slots` and its directory are mutable.
 
     Bound: an entry for each KV cache group.
 
     Attributes:
-        boundaries: of requests, where vLLM keeps windows and states.
+        boundaries: where vLLM keeps windows and states of requests.
         ends_anywhere: a hit is as many leading blocks as there are, or one less with EAGLE drafts.
     """
 
@@ -242,7 +239,7 @@ class HostHits:
         self._overhang = int(takes_last_block)  # tokens of the last block behind the hit
         self._reads_ends = cache_hits.reads_ends(self._coordinator)
         self._skips: list[tuple[int, Callable[[int], int] | None]] = []
-        """Of each group, how many tokens those after so many skip; None: none. Empty: see vLLM."""
+        """By group, the tokens that so many tokens skip; None: none. Empty: see vLLM."""
         if not (self.geometry.ends_inside_blocks or self._coordinator.eagle_group_ids):
             skips = [m.get_num_skipped_tokens for m in self._coordinator.single_type_managers]
             for group_idx in self.geometry.group_ids:
@@ -270,15 +267,14 @@ class HostHits:
     def search(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
     ) -> tuple[Hit | None, int]:
-        """Return the result of `find_hit`, and the token up to which the host has full attention:
-        prompts diverged there. 0 if that is not beyond the hit.
+        """Return the result of `find_hit`, and where prompts diverged beyond it, as a token, or 0.
 
-        Where full attention is all there is, a hit that ends one token before the end of a block
-        takes that block, too: so a prompt of whole blocks computes its last token only. vLLM hashes
-        that block in the step that computes the token, so no other request reads it before, and
-        nothing is written to a hashed block. (vLLM's own cache and LMCache's connector end hits at
-        the same two places.) Drafters have KV cache of their own, which depends on the next token.
-        And the last block alone is computed: that takes no longer than its load.
+        The host has full attention up to there. Where that is all there is, a hit that ends one
+        token before the end of a block takes that block, too: so a prompt of whole blocks computes
+        its last token only. vLLM hashes that block in the step that computes the token, so no other
+        request reads it before, and nothing is written to a hashed block. Drafters have KV cache of
+        their own, which depends on the next token. And the last block alone is computed: that takes
+        no longer than its load.
         """
         if num_computed_tokens % self._alignment_tokens:
             return None, 0
@@ -361,8 +357,7 @@ class HostHits:
     def _read_at(self, request: Request, end: int) -> list[int] | None:
         """Return the windows and states that a hit with this last block reads.
 
-        Returns:
-            None if the host lacks them, or the last block of full attention.
+        None if the host lacks them, or the last block of full attention.
         """
         read: list[Any] = []
         for group_idx, num_skipped in self._skips:
@@ -411,7 +406,7 @@ class HostHits:
 
         Returns:
             The result of `find_hit`, and its new slots, which are its first; None if that requires
-            a search.
+                a search.
         """
         num_more = hit.num_computed_tokens - num_computed_tokens
         if num_more <= 0 or num_computed_tokens % self._alignment_tokens:

@@ -94,12 +94,12 @@ class LoadProgress:
 class Loads:
     """Hits, loads that are planned or in flight, and failures to be announced.
 
-    Its state: the loads, `RequestState.load`, and the requests whose failure is to be announced.
-    Nothing else changes it.
+    Its state includes `RequestState.load`.
 
     Bound: the requests that vLLM has.
 
     Attributes:
+        unannounced: requests whose failure is to be announced.
         unloaded: blocks that the next step reads although no load of them can be planned.
         of_step: loads in the step that is being scheduled.
         holders: requests for which vLLM may hold blocks of a finished load. Read only outside.
@@ -139,10 +139,9 @@ class Loads:
     # ---- hits ----------------------------------------------------------------------------------
 
     def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
-        """Find and lease the longest hit of a waiting request (I1).
+        """Find and lease the longest hit of a waiting request (I1), and return its tokens.
 
-        Returns:
-            Its tokens; None while it waits for loads of other requests (see `shared_loads`).
+        None while it waits for loads of other requests (see `shared_loads`).
         """
         request, progress = state.request, state.load
         wait = progress.wait
@@ -313,8 +312,7 @@ class Loads:
     ) -> bool:
         """Return whether another's load is expected to be faster than computing its tokens.
 
-        Args:
-            num_tokens_max: the maximum that the request can use after those that the GPU has.
+        `num_tokens_max` is how many the request can use after those that the GPU has.
         """
         num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
@@ -410,9 +408,8 @@ class Loads:
     ) -> tuple[list[int], list[int]]:
         """Return the GPU block ids and host slots of the first tokens of a hit.
 
-        Returns:
-            Empty if the hit cannot fill every block that vLLM allocated for these tokens, as
-            attention would read unwritten bytes (I6); or if it does not end at its Mamba state.
+        Empty if the hit cannot fill every block that vLLM allocated for these tokens, as attention
+        would read unwritten bytes (I6); or if it does not end at its Mamba state.
         """
         if hit is None or num_tokens > hit.num_tokens:
             return [], []
@@ -554,8 +551,7 @@ class Loads:
     def give_up(self, book: Iterable[RequestState]) -> None:
         """After an internal error, fail the loads that no worker copies; others continue.
 
-        Args:
-            book: vLLM's requests, whose load states are rebuilt.
+        The load states of the requests in the book are rebuilt.
         """
         for load in self.of_step:
             load.fail()

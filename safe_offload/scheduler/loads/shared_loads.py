@@ -99,9 +99,6 @@ class Wait:
 class SharedLoads:
     """Decides which request waits for which load.
 
-    Its state: the unfinished loads, the oldest first, by the hashes of some of their blocks, and
-    these hashes by load.
-
     Bound: two entries for each load in flight, and two for each `MARK_EVERY` of its blocks.
 
     Args:
@@ -136,8 +133,7 @@ class SharedLoads:
     def go_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> None:
         """End a request's wait for a load that adds nothing, or has taken too long.
 
-        Args:
-            num_computed_tokens: tokens that the GPU's prefix cache has.
+        `num_computed_tokens` are those that the GPU's prefix cache has.
         """
         load = wait.load
         assert load is not None
@@ -230,7 +226,6 @@ def _has_block(load: Load, hashes: Sequence[bytes], place: int) -> bool:
 
 
 def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
-    """Return whether a request has the first `count` hashes of the loading request."""
     known = min(len(hashes), len(load.hashes))
     return count <= known and hashes[count - 1] == load.hashes[count - 1]
 

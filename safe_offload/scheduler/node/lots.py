@@ -1,10 +1,9 @@
 """The lots of a pool that all engines of a machine share, as a source of this engine's slots.
 
-What others have stored is found in this engine's directory like its own, so that hits, stores and
-prefixes need not know whose it is. Only three things differ. Whatever another may overwrite is
-marked as a guest's when it is leased (`Table.visit`), and may be lost by then; later it is not,
-whatever the owner does. Slots are granted from this engine's lots only: what guests read there is
-parked, and can still be hit. And what it stores is published in the table, too.
+Blocks stored by others are in this engine's directory like its own. Only three things differ: slots
+that another engine may overwrite are marked as a guest's when they are leased (`Table.visit`), and
+may be lost by then, but not later. Slots are granted from this engine's lots only; those that
+guests read are parked, and can still be hit. And what it stores is published in the table, too.
 """
 
 from __future__ import annotations

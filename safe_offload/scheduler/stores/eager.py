@@ -3,12 +3,11 @@
 A block is stored if vLLM has hashed it for its own prefix cache (so it is full, and its tokens are
 known) and its bytes are complete when the store reads them.
 
-A hash says nothing about the bytes: vLLM hashes the blocks of a step while it schedules the step.
-But every hashed block of a request *scheduled in this step* is computed by the forward pass of this
-step, and a store after the forward pass reads it later. So a block of a prompt is stored in the
-step that computes it; one step later, a sliding window may have passed it. Output blocks are
-collected every few steps (`schedule.py`), and from the block table of a preempted request
-(`snapshots.py`).
+vLLM hashes the blocks of a step while it schedules the step, but every hashed block of a request
+*scheduled in this step* is computed by its forward pass, and a store after the forward pass reads
+it later. So a block of a prompt is stored in the step that computes it; one step later, a sliding
+window may have passed it. Output blocks are collected every few steps (`schedule.py`), and from the
+block table of a preempted request (`snapshots.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class EagerProgress:
 
 
 class EagerStores(StorePolicy):
-    """Stores blocks as soon as requests have computed them. See `StorePolicy`.
+    """A `StorePolicy` that stores blocks as soon as requests have computed them.
 
     Its own state: `RequestState.eager`.
 
@@ -97,7 +96,7 @@ class EagerStores(StorePolicy):
     # ---- the life of a request -----------------------------------------------------------------
 
     def run(self, state: RequestState) -> None:
-        """See `StorePolicy`; skips a prompt whose blocks are worth less than their victims."""
+        """Skip a prompt whose blocks are worth less than their victims."""
         super().run(state)
         group_idx = self._hits.full_group
         if not self._may_refuse or group_idx is None or state.eager is not None:
@@ -112,14 +111,13 @@ class EagerStores(StorePolicy):
             state.refuse(len(found) * self._hash_block_size)
 
     def preempt(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
         super().preempt(state)
         progress = state.eager or self._begin_storing(state)
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
 
     def finish(self, state: RequestState) -> None:
-        """See `StorePolicy`; stores the remaining computed blocks of the request."""
+        """Store the remaining computed blocks of the request."""
         if state.phase is Phase.RUNNING:
             self._store_computed([state], is_intact=False)
             for blocks in self._tails(state):
@@ -128,11 +126,7 @@ class EagerStores(StorePolicy):
     # ---- a step is planned ---------------------------------------------------------------------
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
-        """See `StorePolicy`.
-
-        Includes blocks left over for lack of slots: they were intact in the last plan, so nothing
-        can have written them yet.
-        """
+        """Include blocks left over for lack of slots: they were intact in the last plan."""
         for state in states:
             progress = state.eager or self._begin_storing(state)
             rescued = list(self._stores.take_left_over(state))
@@ -145,7 +139,6 @@ class EagerStores(StorePolicy):
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
     ) -> None:
-        """See `StorePolicy`."""
         if loading:
             self._look_at(loading)
         due = self.schedule.due(output.num_scheduled_tokens)
@@ -229,7 +222,6 @@ class EagerStores(StorePolicy):
                     start += count
 
     def _store_leftover(self, state: RequestState, *, is_intact: bool) -> None:
-        """Store the blocks of a request that found no slots before."""
         for blocks in self._stores.take_left_over(state):
             self._add(state, self._stores.missing(blocks.intact()), is_intact=is_intact)
 
@@ -239,7 +231,6 @@ class EagerStores(StorePolicy):
             self._put_off(state, blocks, num_stored)
 
     def _put_off(self, state: RequestState, blocks: BlockSet, num_stored: int) -> None:
-        """Retry the blocks of a request that found no slot while it runs."""
         self._stores.put_off(state, blocks.part(range(num_stored, len(blocks.blocks))))
 
     def _scan(
@@ -251,7 +242,7 @@ class EagerStores(StorePolicy):
 
         Returns:
             The blocks to store by group, request by request in prefix order, with the number of
-            blocks of each owner; and by request the slots of blocks that the host has already.
+                blocks of each owner; and by request the slots of blocks that the host has already.
         """
         found = []
         present: dict[RequestState, list[int]] = {}
@@ -288,9 +279,9 @@ class EagerStores(StorePolicy):
     def _tails(self, state: RequestState) -> list[BlockSet]:
         """Return the partial blocks in which the prompt ends, if vLLM has hashed them.
 
-        vLLM does so where hits may end inside a block. Such a block may become full while its
-        request runs, so it is stored when the request ends.
-        (vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block)
+        vLLM does so where hits may end inside a block (0.32.0,
+        FullAttentionManager._cache_partial_tail_block). It may become full while its request runs,
+        so it is stored at the end.
         """
         request_id, limit = state.request.request_id, state.limits.store_tokens
         tails = []
@@ -308,10 +299,9 @@ class EagerStores(StorePolicy):
     def _look(
         self, request: Request, blocks: list[KVCacheBlock], first: int, missing: BlockSet
     ) -> list[int]:
-        """Check the blocks of a table from `first` on, and add those the host lacks to `missing`.
+        """Add the blocks of a table from `first` on that the host lacks to `missing`.
 
-        Returns:
-            The host slots that hold the others.
+        Returns the host slots that hold the others.
         """
         group_idx = missing.group_idx
         hash_objects: list[Any] = hashes_of(blocks)
@@ -345,7 +335,6 @@ class EagerStores(StorePolicy):
     # ---- what went wrong -----------------------------------------------------------------------
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
-        """See `StorePolicy`."""
         super().pass_over(states)
         for state in states:
             if state.phase is Phase.RUNNING:

@@ -1,10 +1,10 @@
 """Blocks that vLLM has hashed for the connector only: vLLM reuses them before its own.
 
-Of sliding windows and Mamba states, vLLM hashes the blocks that its own hits need and reuses the
-others first. Where `boundaries.py` has moved a boundary, it hashes more blocks, for the host. In
-vLLM's free queue, these would displace blocks that the GPU would have without the connector. So
-once they are free and stored, they move to the head of the queue. While the queue starts with
-unhashed blocks, they may stay, and the GPU has more hits than without the connector.
+Where `boundaries.py` has moved a boundary, vLLM hashes more blocks of sliding windows and Mamba
+states than its own hits need. In its free queue, these would displace blocks that the GPU would
+have without the connector. So once they are free and stored, they move to the head of the queue.
+While the queue starts with unhashed blocks, they may stay, and the GPU has more hits than without
+the connector.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ class Extra(NamedTuple):
 class Extras:
     """Blocks that vLLM has hashed because of a moved boundary, until they are reused or hit.
 
-    A hit turns such a block into an ordinary one.
-
-    Its state: the blocks by id; `RequestState.extras`; the blocks of ended requests; the free
-    blocks that are being stored; the free blocks that may stay in their place, because a guard
+    A hit turns such a block into an ordinary one. Free blocks may stay in their place while a guard
     behind the blocks that two steps need has not moved.
 
     Bound: the GPU's blocks, once in each.
@@ -63,8 +60,7 @@ class Extras:
     def look(self, state: RequestState, num_computed_tokens: int) -> None:
         """Record the newly hashed blocks of a running request, and move its boundary.
 
-        Args:
-            num_computed_tokens: including the step that is planned.
+        `num_computed_tokens` includes the step that is planned.
         """
         held = state.extras
         if held is None:  # it begins to run

@@ -30,7 +30,7 @@ SWEEP_MIN = 1 << 16
 
 
 class LazyStores(StorePolicy):
-    """Stores the blocks that vLLM evicts next. See `StorePolicy`.
+    """A `StorePolicy` that stores the blocks that vLLM evicts next.
 
     These are at the head of vLLM's free queue, which is not walked in every step. A block in the
     queue needs one look only: a step continues after the last block seen, up to a distance from the
@@ -39,13 +39,10 @@ class LazyStores(StorePolicy):
     Blocks allocated before a walk has seen them, such as the tail of a request that has just ended,
     are recorded when vLLM allocates them, and stored before the forward pass of that step.
 
-    Its own state is what follows `_given` in `__init__`.
-
     Bound: the GPU's blocks and the hashes that a sweep leaves, both twice, and the requests that
     vLLM has.
 
     Args:
-        hits, gpu, stores, num_decode_tokens_max: see `StorePolicy`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
 
@@ -94,10 +91,7 @@ class LazyStores(StorePolicy):
     # ---- the life of a request -----------------------------------------------------------------
 
     def keep_out(self, state: RequestState) -> None:
-        """See `StorePolicy`; the blocks that it computes are excluded by hash.
-
-        Blocks that the GPU has already are of other requests, and may be stored.
-        """
+        """Exclude the blocks that a request computes by hash; those on the GPU are of others."""
         num_cached = self._gpu.num_cached_tokens(state.request)
         state.left_out_from = num_cached // self._geometry.hash_block_size
         self._missing = self._unstored_of_others
@@ -127,12 +121,12 @@ class LazyStores(StorePolicy):
         self._sweep_at = max(SWEEP_MIN, 2 * len(self._left_out_hashes))
 
     def forget_table(self, state: RequestState) -> None:
-        """See `StorePolicy`; also drops blocks seen with a hash and reallocated in this step."""
+        """Also drop blocks seen with a hash and reallocated in this step."""
         super().forget_table(state)
         self._forget_given()
 
     def forget_uncomputed(self, state: RequestState) -> set[bytes]:
-        """See `StorePolicy`; vLLM may have reallocated blocks that it hashed in this step.
+        """Also forget them where vLLM has reallocated blocks that it hashed in this step.
 
         A Mamba state to be copied has an earlier hash, so each block counts once.
         """
@@ -149,7 +143,7 @@ class LazyStores(StorePolicy):
         return uncomputed
 
     def finish(self, state: RequestState) -> None:
-        """See `StorePolicy`; blocks of retained requests are stored now, not before eviction."""
+        """Store blocks of retained requests now, not before eviction."""
         if state.is_retained and state.phase is Phase.RUNNING:
             if (events := self._hits.directory.events) is not None:
                 events.learn(state)
@@ -163,7 +157,7 @@ class LazyStores(StorePolicy):
     # ---- a step is planned ---------------------------------------------------------------------
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
-        """See `StorePolicy`; their other blocks are in the free queue."""
+        """Store blocks that are not in the free queue."""
         for state in states:
             for snapshot in self._snapshot_taker.drop(state):
                 lost, _ = self._snapshot_taker.unsaved(state, snapshot, 0, given_out)
@@ -172,11 +166,7 @@ class LazyStores(StorePolicy):
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
     ) -> None:
-        """See `StorePolicy`.
-
-        Reallocated blocks are stored in every step, even one without computation, which may
-        allocate blocks for a load.
-        """
+        """Store reallocated blocks in every step, as one without computation may allocate, too."""
         for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
             taken, is_decoding = state.snapshots, state.is_decoding
             if not (is_decoding and taken and taken[0].is_current(state.request)):
@@ -240,7 +230,6 @@ class LazyStores(StorePolicy):
     # ---- what went wrong -----------------------------------------------------------------------
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
-        """See `StorePolicy`."""
         super().pass_over(states)
         self._forget_given()
         self._begin_again()

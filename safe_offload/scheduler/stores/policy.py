@@ -22,14 +22,12 @@ class StorePolicy:
     """Selects blocks and passes them to `Stores.add`.
 
     The planner calls it; it never calls the planner. It keeps nothing of a request after `end`. Its
-    state: the schedule, snapshots of running requests, and `RequestState.tables`.
+    state: the schedule, `RequestState.snapshots` and `RequestState.tables`.
 
     Bound: an entry for each KV cache group of the requests that vLLM has.
 
     Args:
         hits: to skip blocks that the host has or is storing.
-        gpu: vLLM's blocks.
-        stores: gets the selected blocks.
         num_decode_tokens_max, is_lazy: see `StoreSchedule`.
 
     Attributes:
@@ -70,14 +68,11 @@ class StorePolicy:
         state.tables = self._gpu.all_tables_of(state.request.request_id)
 
     def forget_uncomputed(self, state: RequestState) -> set[bytes]:
-        """Remove the hashes of blocks that a request preempted in this step does not compute.
+        """Remove and return the hashes of blocks that a request preempted in this step lacks.
 
         With priority scheduling, vLLM may schedule a request, hash the blocks that it would fill,
         and then preempt it in the same step. Neither vLLM's prefix cache nor a store may find them.
         (vLLM 0.32.0, Scheduler.schedule; vllm#59907)
-
-        Returns:
-            Their hashes.
         """
         tables, state.tables = state.tables, ()
         size = self._geometry.hash_block_size
@@ -116,13 +111,7 @@ class StorePolicy:
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
     ) -> None:
-        """Store the selected blocks of this step.
-
-        Args:
-            output: the step, as vLLM has scheduled it.
-            book: all requests.
-            loading: requests whose load starts in this step.
-        """
+        """Store the selected blocks of this step; the loads of `loading` requests start in it."""
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """Store nothing that any request has computed so far."""

@@ -2,8 +2,7 @@
 
 A prefill fills blocks in every step. A decoding request fills one in many steps, the earliest of
 which is known, and its blocks stay in place while it runs. So decoding requests are checked
-together, once in several steps, and their blocks share a store. A request that ends or is preempted
-earlier is checked then.
+together, once in several steps, and their blocks share a store.
 """
 
 from __future__ import annotations
@@ -27,23 +26,20 @@ class StoreSchedule:
     """Running requests by the step of their next check.
 
     A late check loses nothing but time: computed blocks are found at the next check, at a
-    preemption, or at the end.
-
-    Its state: the number of the step, the requests to check in the next step and in later ones, and
-    `RequestState.is_decoding` and `.num_computed`.
+    preemption, or at the end. Its state includes `RequestState.is_decoding` and `.num_computed`.
 
     Bound: the requests that vLLM has; ended ones remain until their step.
 
     Args:
         block_sizes: tokens of a block, by KV cache group.
         num_decode_tokens_max: the maximum number of tokens of a decoding request per step.
-        num_tokens_kept: the minimum number of tokens computed before a full block leaves its
-            table; None if blocks never do. It limits the distance of checks.
+        num_tokens_kept: the minimum number of tokens computed before a full block leaves its table;
+            None if blocks never do. It limits the distance of checks.
         is_lazy: no block is stored while its request runs.
 
     Attributes:
-        num_steps_between: decoding requests are checked in steps that are multiples of this; 0
-            for the first check only.
+        num_steps_between: decoding requests are checked in steps that are multiples of this; 0 for
+            the first check only.
     """
 
     def __init__(
@@ -80,11 +76,7 @@ class StoreSchedule:
         return int(state.request.num_tokens) - 1 if state.is_decoding else state.num_computed
 
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
-        """Return the scheduled requests to check in this step.
-
-        Args:
-            scheduled: number of tokens by request id.
-        """
+        """Return the requests to check in this step, of those in `scheduled`, with their tokens."""
         self._step += 1
         candidates = self._next
         later = self._later.pop(self._step, None)

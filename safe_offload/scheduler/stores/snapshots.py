@@ -1,7 +1,7 @@
 """The computed but unstored blocks of a preempted request.
 
-vLLM drops the block table of a request that it preempts. A `Snapshot` keeps that table, so that the
-plan of the same step can store its blocks before they are overwritten.
+vLLM drops the block table of a request that it preempts. A `Snapshot` keeps it, so that the plan of
+the same step can store its blocks before they are overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Snapshot:
     Bound: an entry for each block of its request; the list is vLLM's own.
 
     Attributes:
-        group_idx: KV cache group.
         table: its block table, which vLLM drops at a preemption without changing it.
         num_blocks: leading computed blocks at the last check; None if it was decoding, when its
             tokens determine the number.
@@ -73,12 +72,11 @@ class Snapshot:
             hashes: of the request's blocks.
             places: of the blocks that are computed and were not stored before.
             given_out: ids of the blocks allocated in this step.
-            gpu: to identify groups with sliding windows.
 
         Returns:
             The blocks that must be stored before the forward pass, because they were reallocated in
-            this step or have no hash that would reveal it (many blocks of sliding windows); and the
-            blocks that are in the free queue.
+                this step or have no hash that would reveal it (many blocks of sliding windows); and
+                the blocks that are in the free queue.
         """
         lost, waiting = BlockSet(self.group_idx), BlockSet(self.group_idx)
         is_window = gpu.is_window(self.group_idx)
@@ -101,9 +99,7 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots, and finds their unstored blocks.
-
-    Its state: `RequestState.snapshots`.
+    """Takes snapshots (`RequestState.snapshots`), and finds their unstored blocks.
 
     Bound: an entry for each KV cache group.
     """

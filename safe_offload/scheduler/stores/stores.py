@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 class Stores:
     """Pending stores, stores in flight, and the prefixes that they extend.
 
-    Its state, which nothing else changes: the parts that no plan names yet, the stores, those in
-    flight without a fence, their number of blocks, the requests with blocks that found no slots,
-    and `RequestState.prefix`, `.loaded`, `.num_parts` and `.left_over`.
+    Its state includes `RequestState.prefix`, `.loaded`, `.num_parts` and `.left_over`.
 
     Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
 
     Args:
-        num_blocks_max: of all stores together, as backpressure: the queue would grow without end
-            if blocks came faster than they are copied.
+        num_blocks_max: of all stores together, as backpressure: the queue would grow without end if
+            blocks came faster than they are copied.
     """
 
     def __init__(
@@ -58,9 +56,9 @@ class Stores:
         self.num_blocks_max = num_blocks_max
         self._counters = counters
         self._exposed: list[Part] = []
-        """Seen before this step was planned: since then the blocks may have been given away."""
+        """Found before this step was planned: since then the blocks may have been reallocated."""
         self._intact: list[Part] = []
-        """Seen while this step is planned, which writes none of the blocks."""
+        """Found while this step is planned, which writes none of the blocks."""
         self.ledger = ledger
         self._unfenced: dict[int, Store] = {}
         self.num_blocks = 0
@@ -210,10 +208,7 @@ class Stores:
             self._release_whole(state)
 
     def _release_whole(self, state: RequestState) -> None:
-        """Release the whole prefix of an ended request.
-
-        Windows and states that its hits do not need are evicted first.
-        """
+        """Release the prefix of an ended request, windows and states without need first."""
         prefix = None
         if not self._hits.geometry.is_plain:
             prefix, state.prefix = state.prefix, None
@@ -234,7 +229,7 @@ class Stores:
         """Turn the parts added since the last `sent` into stores, and find those to fence.
 
         Args:
-            early_written: returns the blocks that the workers write before they can honour a fence
+            early_written: returns the blocks that the workers write before they can honor a fence
                 of the step; a store that reads one of them fails instead.
 
         Returns:
@@ -369,8 +364,7 @@ class Stores:
     def give_up(self, book: Iterable[RequestState]) -> None:
         """After an internal error, publish nothing and drop each store that no worker copies.
 
-        Args:
-            book: vLLM's requests, which lose their prefixes.
+        The requests in the book lose their prefixes.
         """
         gone = [*self._exposed, *self._intact]
         for store in self.ledger.give_up():
@@ -407,11 +401,7 @@ class Stores:
         return len(self._exposed)
 
     def check_invariants(self) -> None:
-        """Check that the blocks of each store without a fence are intact.
-
-        Raises:
-            InvariantError: a store in flight reads a reallocated block without a fence.
-        """
+        """Check that no store in flight reads a reallocated block without a fence (I6)."""
         for store in self._unfenced.values():
             if store.given_away():
                 raise InvariantError(

@@ -3,10 +3,8 @@
 The fetch of a request is split into pieces in the order of its tokens, so that a late rest does not
 hold up the first pieces. A piece is published when every rank has it; blocks missing on a rank are
 dropped. The slots stay leased until each request that waits for the piece has matched, stopped
-waiting or ended, and until no rank can write to them any more.
-
-These leases are limited to a share of all slots (docs/guarantees.md: I11), so that a herd of
-waiting requests cannot flush the cache.
+waiting or ended, and until no rank can write to them any more. These leases are limited to a share
+of all slots (I11), so that a herd of waiting requests cannot flush the cache.
 """
 
 from __future__ import annotations
@@ -29,15 +27,13 @@ SHARE = 4
 """Fetches lease at most one in this many usable slots."""
 NUM_PIECES = 16
 PIECE_BLOCKS_MIN = 16
-"""Minimum blocks of a piece, as a tier reads several at once; fewer of large blocks (see next)."""
+"""Minimum blocks of a piece, as a tier reads several at once; fewer of large blocks."""
 PIECE_BYTES_MIN = 8 << 20
 """Over all ranks."""
 
 
 class Fetches:
     """All fetches whose slots are leased.
-
-    Its state, which nothing else changes: the ledger, and by slot those whose slots are leased.
 
     Bound: the share of the slots that fetches may take.
     """
@@ -67,13 +63,12 @@ class Fetches:
         return self._hits.slots.num_in_reach(user.request.cache_salt) >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
-        """Fetch blocks for a request in pieces.
+        """Fetch blocks for a request in pieces; return these.
+
+        Only the first blocks are fetched if a shared pool grants fewer slots.
 
         Args:
             stages: of at most `num_slots_left` blocks, each in the order of their tokens.
-
-        Returns:
-            The pieces; only of the first blocks, if a shared pool grants fewer slots.
         """
         num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
@@ -113,7 +108,6 @@ class Fetches:
         return fetches
 
     def _begin_store(self, blocks: Sequence[TierBlock], lease: Lease, user: RequestState) -> None:
-        """Mark blocks as being stored, so that nothing else stores or fetches them."""
         for group_idx in sorted({block.group_idx for block in blocks}):
             pairs = zip(blocks, lease.slots, strict=True)
             of_group = [(slot, b.block_hash) for b, slot in pairs if b.group_idx == group_idx]
@@ -129,12 +123,12 @@ class Fetches:
         return [fetch for fetch in found if fetch.ranks_left]
 
     def share(self, fetches: Iterable[Fetch], user: RequestState) -> None:
-        """Another request waits for these fetches, too."""
+        """Let another request wait for these fetches, too."""
         for fetch in fetches:
             fetch.users.add(user)
 
     def release(self, fetches: Iterable[Fetch], user: RequestState) -> None:
-        """A request does not need these fetches any more."""
+        """Remove a request from these fetches."""
         for fetch in fetches:
             fetch.users.discard(user)
             if not (fetch.users or fetch.ranks_left):

@@ -70,7 +70,6 @@ class LookUp:
         asked_s: when vLLM last asked, while the request waits; otherwise None.
         last_gap_s: between the last two questions; 0 at first.
         wait_max_s: of the tiers that are waited for.
-        num_unanswered: unanswered probes.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
         brought: fetches followed by a hit.
         starts: by fetch, the token that a request can reach without it and the later ones.
@@ -152,9 +151,7 @@ class LookUp:
 
 
 class LookUps:
-    """The lookups of all requests.
-
-    Its state, which nothing else changes: `RequestState.lookup`, and the number of lookups so far.
+    """The lookups of all requests (`RequestState.lookup`).
 
     Attributes:
         wanting: requests whose fetch is to be decided. Read only outside.
@@ -279,7 +276,6 @@ class LookUps:
         return lookup.wait_max_s if limit_s is None else min(limit_s, lookup.wait_max_s)
 
     def _answer(self, lookup: LookUp, now_s: float) -> None:
-        """Answer vLLM's question: the request does not wait from now on."""
         assert lookup.asked_s is not None
         lookup.waited_s += now_s - lookup.asked_s
         lookup.asked_s = None
@@ -326,7 +322,7 @@ class LookUps:
             self._release(lookup)
 
     def hit_tokens(self, user: RequestState, first_token: int, num_tokens: int) -> dict[int, int]:
-        """Return the tokens of a load by tier, the farthest that they come from; 0 is the host."""
+        """Return the tokens of a load by the farthest tier of their blocks; 0 is the host."""
         lookup, geometry = user.lookup, self._hits.geometry
         tiers: dict[tuple[int, bytes], int] = {}
         for fetch in lookup.brought if lookup is not None else ():

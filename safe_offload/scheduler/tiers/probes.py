@@ -76,9 +76,6 @@ class PendingProbe:
 class Probes:
     """The unanswered probes.
 
-    Its state, which nothing else changes: the probes that no plan names, those in flight, and by
-    KV cache group and hash, the probe of a block.
-
     Bound: the hashes of the requests that vLLM has; `KEYS_MAX` of them are in flight.
     """
 
@@ -129,7 +126,6 @@ class Probes:
                 self._forget_keys(probe)
 
     def _forget_keys(self, probe: PendingProbe) -> None:
-        """Allow its blocks in further probes."""
         for group_idx, block_hash in zip(probe.keys.group_ids, probe.keys.hashes, strict=True):
             if self._asked[group_idx].get(block_hash) is probe:
                 del self._asked[group_idx][block_hash]

@@ -45,10 +45,7 @@ class Promotions:
         self._fetches = fetches
 
     def begin(self, generation: str) -> None:
-        """Start fetches, first for requests that vLLM has asked about, then in order of arrival.
-
-        With many long prompts, the last ones wait for a later step.
-        """
+        """Start fetches, first for requests that vLLM has asked about, then in order of arrival."""
         wanting = sorted(
             (lookup for user in self._lookups.wanting if (lookup := user.lookup) is not None),
             key=lambda lookup: (not lookup.is_asked, lookup.number),
@@ -92,7 +89,6 @@ class Promotions:
             held.release()
 
     def _pays(self, lookup: LookUp, hit: TieredHit, first_token: int) -> bool:
-        """Return whether fetching a hit pays."""
         offer = _offer(lookup, hit, first_token)
         if offer.num_tokens <= 0:
             return False
@@ -144,7 +140,6 @@ class Promotions:
         return stages if has_room and self._costs.fetch_pays(offer, num_blocks, tier) else whole
 
     def _present(self, lookup: LookUp) -> Present:
-        """Return the request's blocks that tiers have, by their answers."""
         present: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         for probe in lookup.probes:
             for group_idx, block_hash, tier in probe.present():
@@ -153,12 +148,10 @@ class Promotions:
 
 
 def _offer(lookup: LookUp, hit: TieredHit, first_token: int) -> Offer:
-    """Return the costs of a hit beyond a token."""
     end_token = lookup.num_computed_tokens + hit.num_tokens
     return Offer(end_token - first_token, lookup.user.request.num_tokens - end_token)
 
 
 def _farthest(hit: TieredHit, shared: list[Fetch]) -> int:
-    """Return the number of the farthest tier of these blocks."""
     tiers = [block.tier for block in hit.blocks]
     return max([*tiers, *(fetch.batch.tier for fetch in shared)], default=1)

@@ -1,8 +1,7 @@
 """Retries of failed writes to tiers.
 
 A hit has no gaps: one block lost at the head of a prompt costs all blocks after it. So retries go
-before new blocks, and those that failed most often, the oldest, go first, except while tiers take
-nothing (`Spills`). Like all blocks waiting to be spilled, they have no lease.
+before new blocks, the oldest first, except while tiers take nothing (`Spills`). They have no lease.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ WAITING_MAX: Final = 1 << 16
 class Retries:
     """Writes that wait for their next try.
 
-    Its state, which nothing else changes: by pause and slot, the writes and the ends of their
-    pauses, in this order.
-
     Bound: `WAITING_MAX`.
     """
 
@@ -35,10 +31,7 @@ class Retries:
         return sum(map(len, self._waiting))
 
     def add(self, write: Write, tiers: int, now_s: float) -> bool:
-        """Schedule a retry in these tiers; return False if there were too many already.
-
-        Replaces a waiting write of the same slot.
-        """
+        """Schedule a retry, in place of one of the same slot; False if there are too many."""
         number = write.num_failures
         if number >= len(PAUSES_S) or len(self) >= WAITING_MAX:
             return False

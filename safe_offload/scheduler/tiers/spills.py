@@ -2,8 +2,8 @@
 
 A block that waits to be spilled has no lease. When it is next, it is looked up again; if the host
 has evicted it, it is dropped and counted. So the queue is no longer than the pool, and blocks
-nothing. Few spills of bounded size are in flight at a time, and lease their slots until all ranks
-have read them.
+nothing. Few spills of bounded size are in flight, and lease their slots until all ranks have read
+them.
 
 By default, all stored blocks are spilled. If tiers take evicted blocks only, the next victims are
 checked while free slots are few. If they take blocks with hits only, the whole prefix of each load
@@ -47,13 +47,8 @@ AHEAD_MAX = 4096
 class Spills:
     """Blocks that wait to be spilled, and spills in flight.
 
-    Its state, which nothing else changes: the waiting blocks by slot, in the order of arrival; the
-    failed ones; the ledger; the number of times that the queue was cleared (its epoch); the times
-    of the last plan and of the last write or new block; whether the last spill wrote anything; and,
-    unless all blocks are spilled, which slots' blocks tiers have or have refused, and the version
-    of the directory at the last complete check.
-
-    The origin of a block is the number of the tier that has it; 0 if none is known to.
+    The epoch is the number of times that the queue was cleared. The origin of a block is the number
+    of the tier that has it; 0 if none is known to.
 
     Bound: an entry for each slot.
 

@@ -1,8 +1,4 @@
-"""Tiered hits: the longest hit of host memory and tiers together, by vLLM's own hit rules.
-
-A hit is in host memory (`hits.py`). A tiered hit is the hit after a fetch of everything that the
-tiers have. The same rules apply to both, so windows, states and chunks need no rules here.
-"""
+"""Tiered hits: the longest hit after a fetch of all that tiers have, by vLLM's own hit rules."""
 
 from __future__ import annotations
 
@@ -28,12 +24,7 @@ Present = tuple[dict[bytes, int], ...]
 
 
 class TierBlock(NamedTuple):
-    """A block that only tiers have.
-
-    Attributes:
-        first_token: of the request.
-        tier: the nearest that has it, counted from 1.
-    """
+    """A block that only tiers have; `tier` is the nearest that has it, counted from 1."""
 
     first_token: int
     group_idx: int
@@ -59,7 +50,6 @@ class TieredHit:
     Bound: an entry for each block of its request, of each KV cache group.
 
     Attributes:
-        num_tokens: length of the run.
         blocks: that only tiers have, in the order of their tokens.
         slots: of the other blocks, including those being filled.
     """
@@ -162,7 +152,6 @@ class TieredHits:
 
         Args:
             hit: found with the other arguments.
-            block_hashes, num_computed_tokens, present: see `find`.
             first_token: the token that the request can reach without the hit.
 
         Returns:

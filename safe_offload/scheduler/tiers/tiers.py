@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 STUCK_FACTOR = 2
-"""An idle engine steps for transfers until this many time limits of a tier have passed without a
-report."""
+"""Time limits of a tier without a report, until an idle engine stops stepping for it."""
 
 
 AT_ONCE = -math.inf
@@ -54,9 +53,6 @@ NO_MESSAGES = TierMessages()
 
 class Tiers:
     """Lookups, fetches and spills of the engine. Only the planner calls it.
-
-    Its own state, which nothing else changes: the transfers ended since the last plan, the time of
-    the last report of a transfer, and the attributes below.
 
     Bound: the transfers ended since the last plan.
 
@@ -89,11 +85,7 @@ class Tiers:
     # ---- a request -----------------------------------------------------------------------------
 
     def add_request(self, state: RequestState, *, may_read: bool) -> None:
-        """Look a new request up while it is queued.
-
-        Args:
-            may_read: its hits may be loaded.
-        """
+        """Look a new request up while it is queued, if its hits may be loaded."""
         if may_read and not state.limits.is_brought:
             self.lookups.see(state)
         self.due_s = AT_ONCE
@@ -232,10 +224,9 @@ class Tiers:
             self.generation.stand_alone(doubts)
 
     def reset(self, *, is_vouched_for: bool) -> None:
-        """The objects of tiers may be of other weights from now on.
+        """End the use of present objects, which may be of other weights; see `Generation`.
 
-        A configured `model_version` also applies to weights that the operator has changed since the
-        start.
+        A `model_version` also applies to weights that the operator has changed since the start.
         """
         self.stop()
         self.generation.reset(is_vouched_for=is_vouched_for)
@@ -259,8 +250,7 @@ class Tiers:
     def has_work(self) -> bool:
         """Return whether the engine must keep stepping for transfers in flight.
 
-        Not for stuck ones, whose end the next step notices, nor for lookups, whose requests keep
-        vLLM stepping.
+        Not for stuck ones, nor for lookups, whose requests keep vLLM stepping.
         """
         if self.spills.is_waiting or self.spills.retries_soon:
             return True

@@ -1,8 +1,8 @@
 """Hints: what a router, or the runtime of an agent, knows about a request.
 
 A hint is an action in an envelope of vLLM's (vLLM 0.32.0, v1/kv_hints/protocol.py; vllm#53423), in
-the request itself or, if the frontend has no field for it, in `kv_transfer_params`. vLLM defines
-the envelope only. `kv.fetch` is Dynamo's, and `kv.retain` is named after it.
+the request itself or in `kv_transfer_params`. vLLM defines the envelope only. `kv.fetch` is
+Dynamo's, and `kv.retain` is named after it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class Hints(Feature):
 def with_hints(request: Request, limits: Limits, counters: Counters) -> tuple[Limits, list[str]]:
     """Apply the hints of a request to its limits; never raises, and counts each action.
 
-    Returns:
-        The limits, and the problems with ignored hints. These name fields and types, never a value:
-        a client may have put its prompt there.
+    Also returns the problems with ignored hints. These name fields and types, never a value: a
+    client may have put its prompt there.
     """
     problems: list[str] = []
     for envelope in _envelopes(request):

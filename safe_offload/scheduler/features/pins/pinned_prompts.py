@@ -44,7 +44,7 @@ class PinnedPrompts(Feature):
             self.pins.use(state, state.request.block_hashes)
 
     def on_request_finished(self, state: RequestState) -> None:
-        """See `Feature`; pin or unpin its prompt, if it requests that."""
+        """Pin or unpin its prompt, if it requests that."""
         request, limits = state.request, state.limits
         self.pins.end(state)
         if limits.pin_s is not None:
@@ -102,7 +102,7 @@ class PinnedPrompts(Feature):
     # ---- what goes wrong -----------------------------------------------------------------------
 
     def on_reset(self, cause: str | None) -> None:
-        """See `Feature`; all pins end."""
+        """End all pins."""
         self.pins.reset()
 
     def on_disabled(self) -> None:

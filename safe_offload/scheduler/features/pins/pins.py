@@ -2,9 +2,8 @@
 
 A pin leases the blocks of a hit at the end of its prompt and, if the host has them, of a hit at the
 end of its output. A block may be pinned while it is being stored. All pins together hold at most a
-share of the slots; of a prompt without enough room, the head is pinned. For tenants, see
-`TenantQuotas.num_overpinned`. Shared prefixes are leased once: slots form a tree, as prompts do, so
-adding or removing a pin only touches its own part.
+share of the slots; of a prompt without enough room, the head is pinned. Shared prefixes are leased
+once: slots form a tree, as prompts do, so adding or removing a pin only touches its own part.
 
 A request uses a pin if its prompt starts with the pinned prefix. The time of a pin restarts when
 the last request that uses it has ended. The clock is the time of the last plan: nothing is evicted
@@ -53,8 +52,7 @@ class Pin:
 
     Attributes:
         key: the last hash of the pinned prefix.
-        ends: the last stretch by KV cache group, of the prompt and of its outputs; at most one per
-            slot.
+        ends: the last stretch by KV cache group, of the prompt and of its outputs.
         pin_s: its duration after the last use.
         until_s: its end; infinite while it is used, from the first plan on.
     """
@@ -77,11 +75,6 @@ class Pin:
 
 class Pins:
     """All pins.
-
-    Its state, which nothing else changes: the pins by key, the stretches, the first ones by their
-    first slot, the number of stretches of each slot, the requests that use each pin, the time of
-    the last plan, the first end of a pin, the pins used since then, and the directory's
-    `num_forgets` at the last check of the slots.
 
     Bound: `PINS_MAX` pins, `num_slots_max` slots, and the requests that vLLM has.
 
@@ -302,11 +295,7 @@ class Pins:
                 self._slots.unpin((slot,))
 
     def check_invariants(self) -> None:
-        """Compare the counts with the leases and their users.
-
-        Raises:
-            InvariantError: they differ, or too many slots are pinned.
-        """
+        """Compare the counts with the leases and their users (I8), and with the limits (I5)."""
         leased = Counter(slot for stretch in self._stretches for slot in stretch.lease.slots)
         if leased != self._counts:
             raise InvariantError("I8", "the pinned slots are not exactly those under a pin's lease")
