@@ -143,11 +143,13 @@ class BlockSet:
     def add(
         self, blocks: list[KVCacheBlock], hash_objects: list[bytes], hashes: list[bytes]
     ) -> None:
+        """Add blocks, with one hash object and hash each."""
         self.blocks += blocks
         self.hash_objects += hash_objects
         self.hashes += hashes
 
     def append(self, block: KVCacheBlock, hash_object: bytes, block_hash: bytes) -> None:
+        """Add a block."""
         self.blocks.append(block)
         self.hash_objects.append(hash_object)
         self.hashes.append(block_hash)

@@ -18,6 +18,8 @@ SPLIT_FROM = 1 << 18
 
 
 class Key(NamedTuple):
+    """The key of a slot."""
+
     group_idx: int
     block_hash: bytes
 

@@ -62,12 +62,10 @@ class Wait:
     load: Load | None = None
     is_called_off = False
     asked_s = waited_s = 0.0
+    newest_id = -1
     num_computed_tokens = 0
     stuck_at = -1
     is_put_off = False
-
-    def __init__(self, newest_id: int = -1) -> None:
-        self.newest_id = newest_id
 
     def begin(self, load: Load, num_computed_tokens: int, now_s: float) -> None:
         """Its request waits for a load from now on."""

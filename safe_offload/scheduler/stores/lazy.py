@@ -71,7 +71,7 @@ class LazyStores(StorePolicy):
         """The last block that the walk has seen."""
         self._growing: list[RequestState] = []
         """Requests of which nothing is stored and that have had blocks: more may be hashed."""
-        self._left_out_hashes: set[bytes] = set()
+        self.left_out_hashes: set[bytes] = set()
         self._sweep_at = SWEEP_MIN
         self._missing = self._unstored  # another one from the first request on that is left out
 
@@ -95,7 +95,7 @@ class LazyStores(StorePolicy):
         num_cached = self._gpu.num_cached_tokens(state.request)
         state.left_out_from = num_cached // self._geometry.hash_block_size
         self._missing = self._unstored_of_others
-        if len(self._left_out_hashes) > self._sweep_at:
+        if len(self.left_out_hashes) > self._sweep_at:
             self._sweep()
 
     def run(self, state: RequestState) -> None:
@@ -107,18 +107,13 @@ class LazyStores(StorePolicy):
         super().end(state)
         self._has_ended = True
 
-    @property
-    def num_left_out(self) -> int:
-        """The number of excluded hashes."""
-        return len(self._left_out_hashes)
-
     def _sweep(self) -> None:
         """Remove excluded hashes that the GPU has lost and that no allocation still names."""
         kept = self._gpu.cached_hashes()
         kept.update(get_block_hash(h) for h in self._given_hashes if h is not None)
-        length = len(next(iter(self._left_out_hashes)))
-        self._left_out_hashes &= {block_hash[-length:] for block_hash in kept}
-        self._sweep_at = max(SWEEP_MIN, 2 * len(self._left_out_hashes))
+        length = len(next(iter(self.left_out_hashes)))
+        self.left_out_hashes &= {block_hash[-length:] for block_hash in kept}
+        self._sweep_at = max(SWEEP_MIN, 2 * len(self.left_out_hashes))
 
     def forget_table(self, state: RequestState) -> None:
         """Also drop blocks seen with a hash and reallocated in this step."""
@@ -205,7 +200,7 @@ class LazyStores(StorePolicy):
         self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
         """Return the blocks to store, without the excluded ones."""
-        left_out = self._left_out_hashes
+        left_out = self.left_out_hashes
         for state in self._growing:
             hashes = state.request.block_hashes
             left_out.update(hashes[state.left_out_from :])

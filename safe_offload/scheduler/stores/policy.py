@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.stores.extras import Extras
-from safe_offload.scheduler.stores.schedule import MovingSchedule, PlainSchedule, StoreSchedule
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 from safe_offload.scheduler.stores.snapshots import SnapshotTaker
 
 if TYPE_CHECKING:
@@ -49,14 +49,10 @@ class StorePolicy:
         self._gpu = gpu
         self._stores = stores
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        what = sizes, num_decode_tokens_max, kept
-        self.extras: Extras | None = None
-        self.schedule: StoreSchedule
-        if hits.boundaries.every:
-            self.extras = Extras(hits, gpu)
-            self.schedule = MovingSchedule(self.extras, *what, is_lazy=is_lazy)
-        else:
-            self.schedule = PlainSchedule(*what, is_lazy=is_lazy)
+        self.extras = Extras(hits, gpu) if hits.boundaries.every else None
+        self.schedule = StoreSchedule(
+            sizes, num_decode_tokens_max, kept, is_lazy=is_lazy, extras=self.extras
+        )
         self._snapshot_taker = SnapshotTaker(hits.geometry, gpu)
 
     def keep_out(self, state: RequestState) -> None:

@@ -36,6 +36,7 @@ class StoreSchedule:
         num_tokens_kept: the minimum number of tokens computed before a full block leaves its table;
             None if blocks never do. It limits the distance of checks.
         is_lazy: no block is stored while its request runs.
+        extras: blocks that vLLM hashes for the connector, whose boundaries move; None for none.
 
     Attributes:
         num_steps_between: decoding requests are checked in steps that are multiples of this; 0 for
@@ -49,8 +50,10 @@ class StoreSchedule:
         num_tokens_kept: int | None = None,
         *,
         is_lazy: bool = False,
+        extras: Extras | None = None,
     ) -> None:
         self._block_size = math.gcd(*block_sizes)
+        self._extras = extras
         self._num_decode_tokens_max = num_decode_tokens_max
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
         if not is_lazy and num_tokens_kept is not None:
@@ -95,11 +98,15 @@ class StoreSchedule:
             else:
                 found.append(state)
                 self._plan_next(state, num_tokens)
+        if self._extras is not None and found and self.num_steps_between:
+            self._extras.plan()
         return found
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
         request = state.request
         num_tokens, num_computed = request.num_tokens, request.num_computed_tokens + num_scheduled
+        if self._extras is not None:
+            self._extras.look(state, num_computed)
         if num_computed < num_tokens:
             state.is_decoding = False
             self._next.append(state)
@@ -114,34 +121,3 @@ class StoreSchedule:
         step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
         step += -step % self.num_steps_between  # to the next multiple
         self._later.setdefault(step, []).append(state)
-
-
-class PlainSchedule(StoreSchedule):
-    """The schedule for models whose boundaries are never moved."""
-
-
-class MovingSchedule(StoreSchedule):
-    """Also checks the blocks that vLLM hashes for the connector, and moves boundaries."""
-
-    def __init__(
-        self,
-        extras: Extras,
-        block_sizes: Sequence[int],
-        num_decode_tokens_max: int,
-        num_tokens_kept: int | None = None,
-        *,
-        is_lazy: bool = False,
-    ) -> None:
-        super().__init__(block_sizes, num_decode_tokens_max, num_tokens_kept, is_lazy=is_lazy)
-        self._extras = extras
-
-    def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
-        """See `StoreSchedule`; if not lazy, extras may be reused from now on."""
-        found = super().due(scheduled)
-        if found and self.num_steps_between:
-            self._extras.plan()
-        return found
-
-    def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
-        self._extras.look(state, state.request.num_computed_tokens + num_scheduled)
-        super()._plan_next(state, num_scheduled)

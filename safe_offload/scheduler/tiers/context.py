@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The rest of the scheduler side as tiers see it, and what is configured.
-
-    Attributes:
-        configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
-        new_generation: see `Generation`.
-    """
+    """The rest of the scheduler side as tiers see it, and their settings, the nearest first."""
 
     hits: HostHits
     gpu: GpuBlocks
@@ -38,4 +32,3 @@ class TierContext:
     configs: tuple[TierConfig, ...]
     num_ranks: int
     slot_bytes: int
-    new_generation: Callable[[], str] = secrets.token_hex

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Sequence
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -12,21 +13,20 @@ class Generation:
     """Identifies the present weights of the engine.
 
     Args:
-        new_generation: returns a name that no process has used.
         has_model_version: the operator has configured a version of the weights.
 
     Attributes:
-        name: in each message; empty while objects are shared with other engines and later starts.
+        name: in each message, used by no other process; empty while objects are shared with other
+            engines and later starts.
     """
 
-    def __init__(self, new_generation: Callable[[], str], *, has_model_version: bool) -> None:
-        self._new_generation = new_generation
+    def __init__(self, *, has_model_version: bool) -> None:
         self._has_model_version = has_model_version
         self.name = ""
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
         """Use only objects of this engine, whose weights cannot be identified."""
-        self.name = self._new_generation()
+        self.name = secrets.token_hex()
         logger.warning(
             "Tiers are neither shared with other engines nor reused after a restart: %s. If the "
             'weights are the same in every process, set "model_version" in each tier, and change '
@@ -39,7 +39,7 @@ class Generation:
         if is_vouched_for and self._has_model_version:
             return
         is_first = not self.name
-        self.name = self._new_generation()
+        self.name = secrets.token_hex()
         if is_first:
             logger.info(
                 "The weights may have changed with the reset, so this engine stops reading the "

@@ -61,12 +61,12 @@ class Tiers:
     """
 
     def __init__(self, tiered_hits: TieredHits, context: TierContext) -> None:
-        configs, has_version = context.configs, bool(context.configs[0].model_version)
+        configs = context.configs
         self._counters = context.counters
         self._slot_bytes = context.slot_bytes
         self._hash_block_size = context.hits.geometry.hash_block_size
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
-        self.generation = Generation(context.new_generation, has_model_version=has_version)
+        self.generation = Generation(has_model_version=bool(configs[0].model_version))
         self.costs = TierCosts(context.costs, len(configs))
         self.probes = Probes(context)
         self.fetches = Fetches(context)

@@ -702,7 +702,8 @@ def test_the_oldest_load_that_brings_a_block_is_found_from_any_block_of_it():
         shared.begin(load)
     for newest_id in range(-1, 4):
         for place in range(60):
-            wait = Wait(newest_id=newest_id)
+            wait = Wait()
+            wait.newest_id = newest_id
             found = [load for load in loads[newest_id + 1 :] if load.first_hash <= place]
             expected = next((load for load in found if place < load.end_hash), None)
             assert shared.find(wait, request, place) is expected, place

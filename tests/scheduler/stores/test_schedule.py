@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.scheduler.stores.schedule import PlainSchedule
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 from tests.simulator.groups import BLOCK_TOKENS
 
 
 class Running:
     """A request that runs, with as much of vLLM's object as the schedule reads."""
 
-    def __init__(self, schedule: PlainSchedule, request_id: str, num_tokens: int) -> None:
+    def __init__(self, schedule: StoreSchedule, request_id: str, num_tokens: int) -> None:
         self.request: Any = SimpleNamespace(
             request_id=request_id, num_computed_tokens=0, num_tokens=num_tokens
         )
@@ -42,7 +42,7 @@ class Running:
 
 
 def looks(
-    schedule: PlainSchedule, num_steps: int, running: Running, num_tokens: int = 1
+    schedule: StoreSchedule, num_steps: int, running: Running, num_tokens: int = 1
 ) -> list[int]:
     """The steps, counted from 0, in which a request is looked at that is scheduled in all."""
     found = []
@@ -54,13 +54,13 @@ def looks(
 
 
 def test_who_computes_a_prompt_is_looked_at_in_every_step():
-    schedule = PlainSchedule([BLOCK_TOKENS], 1, 0)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
     assert looks(schedule, 5, Running(schedule, "a", 100), num_tokens=12) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 9))
 def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
-    schedule = PlainSchedule([BLOCK_TOKENS], 1, 0)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
     running = Running(schedule, "a", num_tokens)
     assert looks(schedule, 1, running, num_tokens) == [0], "the end of its prompt"
     fills = [n for n in range(20) if (num_tokens + 1 + n) % BLOCK_TOKENS == 0]
@@ -68,7 +68,7 @@ def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
 
 
 def test_the_smallest_step_of_all_groups_counts():
-    schedule = PlainSchedule([8, 12], 1, 0)
+    schedule = StoreSchedule([8, 12], 1, 0)
     running = Running(schedule, "a", 8)
     schedule.due({"a": 8})
     running.compute(8)
@@ -76,7 +76,7 @@ def test_the_smallest_step_of_all_groups_counts():
 
 
 def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is():
-    schedule = PlainSchedule([BLOCK_TOKENS], 1, 0)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
     running = Running(schedule, "a", 4)
     assert schedule.due({"a": 4}) == [running.state]
     running.compute(4)
@@ -86,7 +86,7 @@ def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is():
 
 
 def test_who_was_preempted_is_not_looked_at_until_it_runs_again():
-    schedule = PlainSchedule([BLOCK_TOKENS], 1, 0)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
     preempted, finished = Running(schedule, "a", 4), Running(schedule, "b", 40)
     schedule.due({"a": 4, "b": 4})
     preempted.state.move(Phase.WAITING)
@@ -99,7 +99,7 @@ def test_who_was_preempted_is_not_looked_at_until_it_runs_again():
 
 
 def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step():
-    schedule = PlainSchedule([BLOCK_TOKENS], 1, 0)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
     running = Running(schedule, "a", 4)
     schedule.due({"a": 4})
     running.compute(4)
@@ -119,7 +119,7 @@ def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step():
 @settings(max_examples=300, deadline=None)
 def test_no_filled_block_waits_for_a_look(num_drafts, num_tokens, steps):
     """Whatever becomes of the drafts, and in whichever steps the request is scheduled."""
-    schedule = PlainSchedule([BLOCK_TOKENS], 1 + num_drafts, 0)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1 + num_drafts, 0)
     running = Running(schedule, "a", num_tokens)
     num_seen = 0
     num_scheduled = num_tokens
