@@ -19,17 +19,11 @@ PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One byte range of every block: block `b` has `length_bytes` at `offset + b * stride`.
+    """One byte range of every block: block `b` has `length_bytes` at `offset + b * stride`."""
 
-    Attributes:
-        stride_bytes: distance between the ranges of consecutive blocks.
-        offset_bytes: of block 0, from the start of the KV cache's storage.
-        length_bytes: at most `stride_bytes`, if there is more than one block.
-    """
-
-    stride_bytes: int
-    offset_bytes: int
-    length_bytes: int
+    stride_bytes: int  # distance between the ranges of consecutive blocks
+    offset_bytes: int  # of block 0, from the start of the KV cache's storage
+    length_bytes: int  # at most `stride_bytes`, if there is more than one block
 
     def end_bytes(self, num_blocks: int) -> int:
         """Return the first byte after the last block's range."""

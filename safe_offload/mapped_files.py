@@ -18,19 +18,14 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class MappedFile(NamedTuple):
-    """A file that is mapped.
+    """A file that is mapped."""
 
-    Attributes:
-        number: unique.
-        descriptor: open while it is mapped.
-        guards: descriptors that each process that maps the file keeps open: of a lock, or one end
-            of a pipe whose other end is watched.
-    """
-
-    number: int
-    descriptor: int
+    number: int  # unique
+    descriptor: int  # open while it is mapped
     start: int
     size_bytes: int
+    # Descriptors that each process that maps the file keeps open: of a lock, or one end of a pipe
+    # whose other end is watched.
     guards: tuple[int, ...] = ()
 
     @property

@@ -64,17 +64,11 @@ def ids_of(numbers: Iterable[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One unit of copying.
+    """One unit of copying."""
 
-    Attributes:
-        transfer_id: unique over the life of the engine, growing.
-        block_ids: GPU blocks, one for each slot.
-        slot_ids: host slots; `slot_ids[i]` is the partner of `block_ids[i]`.
-    """
-
-    transfer_id: int
-    block_ids: array[int]
-    slot_ids: array[int]
+    transfer_id: int  # unique over the life of the engine, growing
+    block_ids: array[int]  # GPU blocks, one for each slot
+    slot_ids: array[int]  # host slots; `slot_ids[i]` is the partner of `block_ids[i]`
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.slot_ids) or not self.block_ids:
@@ -104,40 +98,29 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question to the tiers: which of these blocks do they have?
+    """A question to the tiers: which of these blocks do they have?"""
 
-    Attributes:
-        probe_id: unique over the life of the engine, growing.
-        generation: a part of the namespace, new after a reset; empty before the first.
-    """
-
-    probe_id: int
+    probe_id: int  # unique over the life of the engine, growing
     keys: Keys
-    generation: str = ""
+    generation: str = ""  # a part of the namespace, new after a reset; empty before the first
 
 
 @dataclass(frozen=True, slots=True)
 class TierTransfer:
-    """Objects to fetch from the tiers into host slots, or to spill from them.
+    """Objects to fetch from the tiers into host slots, or to spill from them."""
 
-    Attributes:
-        transfer_id: as of a `Transfer`; the two never share one.
-        slot_ids: leased; one for each key.
-        generation: as of a `Probe`.
-        origins: for each key the tier that is known to have it, counted from 1; 0 if none is.
-            Empty: all are 0. A fetch looks there first. A spill goes to all tiers if it is 0, else
-            to those nearer than it that keep (`TierConfig.keep`).
-        marks: of a spill with tenants, for each key that of its tenant (`Tenants.marks`).
-        targets: of a spill, for each key the tiers that it goes to, as bits of `ALL_TIERS`: not to
-            those that took it before. Empty: to all of them.
-    """
-
-    transfer_id: int
+    transfer_id: int  # as of a `Transfer`; the two never share one
     keys: Keys
-    slot_ids: array[int]
-    generation: str = ""
+    slot_ids: array[int]  # leased; one for each key
+    generation: str = ""  # as of a `Probe`
+    # For each key the tier that is known to have it, counted from 1; 0 if none is. Empty: all are
+    # 0. A fetch looks there first. A spill goes to all tiers if it is 0, else to those nearer than
+    # it that keep (`TierConfig.keep`).
     origins: bytes = b""
+    # Of a spill with tenants, for each key that of its tenant (`Tenants.marks`).
     marks: Sequence[int] = ()
+    # Of a spill, for each key the tiers that it goes to, as bits of `ALL_TIERS`: not to those that
+    # took it before. Empty: to all of them.
     targets: bytes = b""
 
     def __post_init__(self) -> None:
@@ -156,34 +139,26 @@ class TierTransfer:
 
 @dataclass(frozen=True)
 class StepPlan(KVConnectorMetadata):
-    """What the workers do in one step; travels as vLLM's connector metadata.
+    """What the workers do in one step; travels as vLLM's connector metadata."""
 
-    Attributes:
-        loads: host to GPU, into blocks of requests that wait for them.
-        stores_before_forward: GPU to host, before everything that this step writes.
-        stores_after_forward: GPU to host, after the forward of this step.
-        fences: ids of stores that must have read their source before this step writes anything.
-        failures: ids of requests whose load failed; every rank reports them to vLLM as received and
-            failed, and vLLM recomputes them.
-        probes: questions to the tiers.
-        fetches: tiers to host.
-        spills: host to tiers.
-        is_idle: no computing step is in flight, so the workers may wait briefly for transfers.
-        loads_in_step: host to GPU, into blocks that the forward of this step reads.
-        unloaded: blocks that it reads although no load of them could be planned; every rank reports
-            them to vLLM.
-    """
-
-    loads: tuple[Transfer, ...] = ()
+    loads: tuple[Transfer, ...] = ()  # host to GPU, into blocks of requests that wait for them
+    # GPU to host, before everything that this step writes.
     stores_before_forward: tuple[Transfer, ...] = ()
-    stores_after_forward: tuple[Transfer, ...] = ()
+    stores_after_forward: tuple[Transfer, ...] = ()  # GPU to host, after the forward of this step
+    # Ids of stores that must have read their source before this step writes anything.
     fences: tuple[int, ...] = ()
+    # Ids of requests whose load failed; every rank reports them to vLLM as received and failed, and
+    # vLLM recomputes them.
     failures: tuple[str, ...] = ()
-    probes: tuple[Probe, ...] = ()
-    fetches: tuple[TierTransfer, ...] = ()
-    spills: tuple[TierTransfer, ...] = ()
+    probes: tuple[Probe, ...] = ()  # questions to the tiers
+    fetches: tuple[TierTransfer, ...] = ()  # tiers to host
+    spills: tuple[TierTransfer, ...] = ()  # host to tiers
+    # No computing step is in flight, so the workers may wait briefly for transfers.
     is_idle: bool = False
+    # Host to GPU, into blocks that the forward of this step reads.
     loads_in_step: tuple[Transfer, ...] = ()
+    # Blocks that it reads although no load of them could be planned; every rank reports them to
+    # vLLM.
     unloaded: tuple[int, ...] = ()
 
 
@@ -249,69 +224,47 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """The host memory of a rank.
-
-    Attributes:
-        huge_pages: their share, as "99 %"; before memory is touched, whether they were requested.
-        numa_nodes: empty if unknown.
-    """
+    """The host memory of a rank."""
 
     kind: MemoryKind
-    huge_pages: str
-    numa_nodes: tuple[int, ...] = ()
+    huge_pages: str  # their share, as "99 %"; before memory is touched, whether they were requested
+    numa_nodes: tuple[int, ...] = ()  # empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The host memory of a rank that other engines use too.
+    """The host memory of a rank that other engines use too."""
 
-    Attributes:
-        place: the folder, and the id of the table in it; the same for all ranks.
-        token: a lock that this rank holds for as long as it may copy.
-        grace_s: how long after its death a device may still write what it was given.
-    """
-
-    place: tuple[str, bytes]
-    token: int
-    grace_s: float = 0.0
+    place: tuple[str, bytes]  # the folder, and the id of the table in it; the same for all ranks
+    token: int  # a lock that this rank holds for as long as it may copy
+    grace_s: float = 0.0  # how long after its death a device may still write what it was given
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """The memory and copy paths of a rank, reported at the start and after each change.
-
-    Attributes:
-        copy_paths: in use, the first one preferred.
-        num_sharing: consecutive ranks that have one host memory, this one among them.
-        doubts: reasons why objects of its tiers may not mean what it computes; see
-            `Tiers.stand_alone`.
-        pool: None if no other engine uses this memory.
-    """
+    """The memory and copy paths of a rank, reported at the start and after each change."""
 
     rank: int
     memory: MemoryFacts
-    copy_paths: tuple[str, ...]
-    num_sharing: int = 1
+    copy_paths: tuple[str, ...]  # in use, the first one preferred
+    num_sharing: int = 1  # consecutive ranks that have one host memory, this one among them
+    # Reasons why objects of its tiers may not mean what it computes; see `Tiers.stand_alone`.
     doubts: tuple[str, ...] = ()
-    pool: PoolFacts | None = None
+    pool: PoolFacts | None = None  # None if no other engine uses this memory
 
 
 @dataclass(frozen=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """Transfers settled on the workers since the last step; travels as vLLM's worker metadata.
-
-    Attributes:
-        lost_ranks: ranks that cannot copy and never will, reported once.
-        later: of a worker on the scheduler's own thread: returns what has settled when the report
-            is read, stores of later steps excepted; such a report is never sent.
-    """
+    """Transfers settled on the workers since the last step; travels as vLLM's worker metadata."""
 
     outcomes: tuple[Outcome, ...] = ()
     capacities: tuple[Capacity, ...] = ()
     bad_slots: tuple[BadSlots, ...] = ()
-    lost_ranks: tuple[int, ...] = ()
+    lost_ranks: tuple[int, ...] = ()  # ranks that cannot copy and never will, reported once
     host_facts: tuple[HostFacts, ...] = ()
     presences: tuple[Presence, ...] = ()
+    # Of a worker on the scheduler's own thread: returns what has settled when the report is read,
+    # stores of later steps excepted; such a report is never sent.
     later: Callable[[], StepReport] | None = field(default=None, compare=False, repr=False)
 
     def completed(self) -> StepReport | None:

@@ -18,13 +18,9 @@ NO_LABELS: Mapping[str, str] = {}
 
 
 class Side:
-    """The common interface of both roles.
+    """The common interface of both roles."""
 
-    Attributes:
-        has_changed: a count, a gauge or a label may have changed since `take_changes`.
-    """
-
-    has_changed = False
+    has_changed = False  # a count, a gauge or a label may have changed since `take_changes`
 
     def disable(self, report: object = None) -> None:
         """After an internal error, only finish the transfers in flight."""

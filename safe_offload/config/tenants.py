@@ -69,19 +69,14 @@ def payments(sizes: Sequence[int], above: Sequence[int], count: int) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """The tenants of a file; number 0 is `REST`.
+    """The tenants of a file; number 0 is `REST`."""
 
-    Attributes:
-        labels: by number.
-        shares: of the host slots, and of each directory, guaranteed to each, in parts of `WHOLE`.
-        salts: the number of each, by prefix or digest of the salt.
-        prefix_lengths: of those, the longest first.
-    """
-
-    labels: tuple[str, ...] = (REST,)
+    labels: tuple[str, ...] = (REST,)  # by number
+    # Of the host slots, and of each directory, guaranteed to each, in parts of `WHOLE`.
     shares: tuple[int, ...] = (0,)
+    # The number of each, by prefix or digest of the salt.
     salts: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
-    prefix_lengths: tuple[int, ...] = ()
+    prefix_lengths: tuple[int, ...] = ()  # of those, the longest first
 
     @property
     def marks(self) -> tuple[int, ...]:

@@ -32,24 +32,17 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._/=-]{0,512}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of a tier.
+    """The place of a tier."""
 
-    Attributes:
-        scheme: one of `KINDS`.
-        path: of the directory or the socket, absolute; the prefix in a bucket, without a slash at
-            either end; empty for a server.
-        host: name or address of a server, or a bucket.
-        user: empty for the server's default user.
-        password: of the url; empty if it has none.
-    """
-
-    scheme: str
+    scheme: str  # one of `KINDS`
+    # Of the directory or the socket, absolute; the prefix in a bucket, without a slash at either
+    # end; empty for a server.
     path: str = ""
-    host: str = ""
+    host: str = ""  # name or address of a server, or a bucket
     port: int = 0
     database: int = 0
-    user: str = field(default="", repr=False, compare=False)
-    password: str = field(default="", repr=False, compare=False)
+    user: str = field(default="", repr=False, compare=False)  # empty for the server's default user
+    password: str = field(default="", repr=False, compare=False)  # of the url; empty if it has none
 
     @property
     def label(self) -> str:

@@ -281,16 +281,12 @@ _SCHEME: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A kind of place, by the scheme of its urls.
-
-    Attributes:
-        store: the module of its `Store`, and the class.
-        read: from the scheme and the rest of a url to its place.
-    """
+    """A kind of place, by the scheme of its urls."""
 
     example: str
-    store: str
+    store: str  # the module of its `Store`, and the class
     config: type[TierConfig] = TierConfig
+    # From the scheme and the rest of a url to its place.
     read: Callable[[str, str], Location] = read_bucket
 
 

@@ -63,42 +63,29 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One rank's part of a pool.
+    """One rank's part of a pool."""
 
-    Attributes:
-        mapping: its slots, and their checksums (`checksum_table`).
-        locks: on the pool's table; the token is held until they are closed.
-    """
-
-    mapping: mmap.mmap
+    mapping: mmap.mmap  # its slots, and their checksums (`checksum_table`)
     num_slots: int
     pool_id: bytes
     is_new: bool
-    locks: Locks
+    locks: Locks  # on the pool's table; the token is held until they are closed
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The pool that a rank opens, or creates if it is missing.
+    """The pool that a rank opens, or creates if it is missing."""
 
-    Attributes:
-        name: of the pool: engines of one name compute the same bytes.
-        about: a name for users.
-        rank: the first of the ranks that hold the same KV cache.
-        num_slots: of the pool, if this rank creates it.
-        size_of: returns the bytes that a number of slots and their checksums take.
-        terms: the layout of the bytes, the same for all engines.
-        check: called with the size of the memory before it is taken; its error is propagated.
-    """
-
-    name: str
-    about: str
-    rank: int
-    num_slots: int
+    name: str  # of the pool: engines of one name compute the same bytes
+    about: str  # a name for users
+    rank: int  # the first of the ranks that hold the same KV cache
+    num_slots: int  # of the pool, if this rank creates it
+    # Returns the bytes that a number of slots and their checksums take.
     size_of: Callable[[int], int]
-    terms: bytes
+    terms: bytes  # the layout of the bytes, the same for all engines
     hash_bytes: int
+    # Called with the size of the memory before it is taken; its error is propagated.
     check: Callable[[int], None]
 
 

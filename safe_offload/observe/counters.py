@@ -23,17 +23,12 @@ _DROPPED = "Finished request ids kept from vLLM's scheduler, which would have cr
 
 
 class Series(str):
-    """One series of a metric: its name, with labels if it has any.
+    """One series of a metric: its name, with labels if it has any."""
 
-    Attributes:
-        metric: the metric's name, without the prefix.
-        buckets: inclusive upper bounds of a histogram's buckets.
-    """
-
-    metric: str
+    metric: str  # the metric's name, without the prefix
     doc: str
     labels: tuple[Label, ...]
-    buckets: tuple[float, ...]
+    buckets: tuple[float, ...]  # inclusive upper bounds of a histogram's buckets
 
     def __new__(
         cls, metric: str, doc: str, *labels: Label, buckets: tuple[float, ...] = ()

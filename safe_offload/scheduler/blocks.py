@@ -51,13 +51,9 @@ else:
 
 @dataclass(slots=True)
 class BlockTable:
-    """A block table whose blocks stay in it for as long as it exists.
+    """A block table whose blocks stay in it for as long as it exists."""
 
-    Attributes:
-        tables: vLLM's tables of one KV cache group, by request id.
-    """
-
-    tables: Mapping[str, Any]
+    tables: Mapping[str, Any]  # vLLM's tables of one KV cache group, by request id
     request_id: str
     table: Any
 

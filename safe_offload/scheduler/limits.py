@@ -24,23 +24,17 @@ ALLOWED = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits and options of a request; None is no limit, 0 is nothing.
+    """The limits and options of a request; None is no limit, 0 is nothing."""
 
-    Attributes:
-        store_tokens: only blocks that end within this many tokens are stored.
-        load_tokens: the maximum number of tokens to load after those that the GPU has.
-        leaves_nothing: it is stored nowhere and leaves no statistics.
-        pin_s: how long it stays on the host after its last use; 0 unpins it, None changes nothing.
-        is_fetched: its blocks are fetched from tiers even if that is not expected to pay.
-        is_brought: another connector loads the prompt, so tiers are not probed.
-    """
-
-    store_tokens: int | None = None
+    store_tokens: int | None = None  # only blocks that end within this many tokens are stored
+    # The maximum number of tokens to load after those that the GPU has.
     load_tokens: int | None = None
-    leaves_nothing: bool = False
+    leaves_nothing: bool = False  # it is stored nowhere and leaves no statistics
+    # How long it stays on the host after its last use; 0 unpins it, None changes nothing.
     pin_s: float | None = None
+    # Its blocks are fetched from tiers even if that is not expected to pay.
     is_fetched: bool = False
-    is_brought: bool = False
+    is_brought: bool = False  # another connector loads the prompt, so tiers are not probed
 
 
 NO_LIMITS = Limits()

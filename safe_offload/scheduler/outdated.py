@@ -24,15 +24,12 @@ class OutdatedTable:
     """A block table that a request had at a reset.
 
     Bound: an entry for each block of it.
-
-    Attributes:
-        num_seen: leading blocks whose hashes were removed, and which get none again.
-        watched: the blocks after them at the last check. They may leave the table with a new hash.
     """
 
     kept_in: BlockTable
     group_idx: int
-    num_seen: int = 0
+    num_seen: int = 0  # leading blocks whose hashes were removed, and which get none again
+    # The blocks after them at the last check. They may leave the table with a new hash.
     watched: Sequence[KVCacheBlock] = ()
 
 

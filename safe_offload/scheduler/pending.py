@@ -22,15 +22,11 @@ class Pending:
     """A transfer that some rank has not reported; only its methods change it.
 
     Bound: an entry for each rank.
-
-    Attributes:
-        ranks_left: ranks that have not reported it.
-        failure: the first reason that a rank reported, or `SOURCE_LOST`.
     """
 
     transfer_id: int
-    ranks_left: set[int]
-    failure: FailureReason | None = None
+    ranks_left: set[int]  # ranks that have not reported it
+    failure: FailureReason | None = None  # the first reason that a rank reported, or `SOURCE_LOST`
 
     def reported(self, rank: int, failure: FailureReason | None) -> bool:
         """Record the report of a rank; return whether it was the last one."""
@@ -100,27 +96,19 @@ class Ledger(Generic[T]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load(Pending):
-    """A load; other requests may wait for it, too.
-
-    Attributes:
-        owner: the request that vLLM blocks for it.
-        hashes: of the owner's blocks, from its first token on.
-        first_hash, end_hash: the range of these blocks that it loads.
-        has_ended: every rank has reported it, or it was dropped.
-        sent_s: the time of its plan.
-        is_in_step: vLLM does not wait for it; see `engine_core.step_loads`.
-    """
+    """A load; other requests may wait for it, too."""
 
     transfer: Transfer
     lease: Lease
-    owner: RequestState
+    owner: RequestState  # the request that vLLM blocks for it
     num_tokens: int
-    hashes: Sequence[bytes]
+    hashes: Sequence[bytes]  # of the owner's blocks, from its first token on
+    # `first_hash`, `end_hash`: the range of these blocks that it loads.
     first_hash: int
     end_hash: int
-    has_ended: bool = False
-    sent_s: float | None = None
-    is_in_step: bool = False
+    has_ended: bool = False  # every rank has reported it, or it was dropped
+    sent_s: float | None = None  # the time of its plan
+    is_in_step: bool = False  # vLLM does not wait for it; see `engine_core.step_loads`
 
     def sent(self, now_s: float | None) -> None:
         """A plan names it."""
@@ -146,15 +134,12 @@ class Part:
     """The blocks of a store in one KV cache group.
 
     Bound: an owner for each of its blocks.
-
-    Attributes:
-        lease: the slots that it writes, one per block.
-        owners: the requests whose prefixes the blocks extend, each with its number of blocks, in
-            order; the rest have no owner.
     """
 
     blocks: BlockSet
-    lease: Lease
+    lease: Lease  # the slots that it writes, one per block
+    # The requests whose prefixes the blocks extend, each with its number of blocks, in order; the
+    # rest have no owner.
     owners: list[tuple[RequestState, int]]
 
     def reads(self, block_ids: Collection[int]) -> bool:
@@ -167,13 +152,10 @@ class Store(Pending):
     """A store; it is never published once it has failed.
 
     Bound: a part for each KV cache group of the requests that vLLM has.
-
-    Attributes:
-        epoch: of the directory at its plan; a store from before a reset is not published.
     """
 
     parts: list[Part]
-    epoch: int
+    epoch: int  # of the directory at its plan; a store from before a reset is not published
 
     @property
     def num_blocks(self) -> int:
@@ -217,20 +199,13 @@ class TierPending(Pending):
 
 @dataclass(slots=True, eq=False)
 class FetchBatch:
-    """The fetches begun together for one request, which are timed together.
+    """The fetches begun together for one request, which are timed together."""
 
-    Attributes:
-        tier: the farthest tier that they read, counted from 1.
-        num_left: unfinished fetches.
-        is_whole: no block was missing.
-        sent_s: the time of their plan.
-    """
-
-    tier: int
+    tier: int  # the farthest tier that they read, counted from 1
     num_slots: int
-    num_left: int
-    is_whole: bool = True
-    sent_s: float | None = None
+    num_left: int  # unfinished fetches
+    is_whole: bool = True  # no block was missing
+    sent_s: float | None = None  # the time of their plan
 
     def sent(self, now_s: float) -> None:
         """A plan names it."""
@@ -259,15 +234,11 @@ class Spill(TierPending):
     """A transfer from host slots to tiers.
 
     Bound: an entry for each of its slots.
-
-    Attributes:
-        writes: one per key.
-        epoch: see `Spills`; failed writes of an earlier epoch are not retried.
-        again: by index of its keys, the tiers to retry; 0 if a rank was refused for good.
     """
 
-    writes: Sequence[Write]
-    epoch: int
+    writes: Sequence[Write]  # one per key
+    epoch: int  # see `Spills`; failed writes of an earlier epoch are not retried
+    # By index of its keys, the tiers to retry; 0 if a rank was refused for good.
     again: dict[int, int] = field(default_factory=dict)
 
     def settled(self, outcome: Outcome) -> bool:
@@ -282,17 +253,13 @@ class Fetch(TierPending):
     """A piece of a batch.
 
     Bound: the requests that vLLM has.
-
-    Attributes:
-        epoch: of the directory at its plan; a fetch from before a reset is not published.
-        users: requests that wait for it, or have not used it yet. Its lease is theirs.
-        first_token: the token that a request can reach without it, after all earlier pieces.
     """
 
-    epoch: int
+    epoch: int  # of the directory at its plan; a fetch from before a reset is not published
     batch: FetchBatch
+    # Requests that wait for it, or have not used it yet. Its lease is theirs.
     users: RequestQueue = field(default_factory=RequestQueue)
-    first_token: int
+    first_token: int  # the token that a request can reach without it, after all earlier pieces
 
     @property
     def is_whole(self) -> bool:

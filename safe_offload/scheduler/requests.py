@@ -106,81 +106,58 @@ class RequestState:
     fills.
 
     Bound: `HIT_ENDS_MAX` ends, and that of each slot's owner.
-
-    Attributes:
-        num_loads: loads that not all ranks have reported, or whose failure is not announced.
-        is_failing: a plan has announced that its load failed, and the workers have not yet reported
-            that to vLLM, which alone ends its wait.
-        is_announced: the end of its present wait was reported to vLLM.
-        hit_ends: tokens at which hits of its prompt end: the ends of the GPU's and the host's hits,
-            and points of divergence; the first `HIT_ENDS_MAX` of them.
-        is_refused: its further blocks are not stored, as others are worth more.
-        num_kept_tokens: after its end, the leading computed tokens that its client allows to be
-            stored; policies and estimates learn from these.
-        is_retained: its blocks are stored even if others are worth more, and at once when it ends.
-        response: fields that vLLM adds to the `kv_transfer_params` of its response, if any.
-        queues: that it is in; only `RequestQueue` changes them.
-        load: its hits and loads.
-        need: the GPU blocks that it holds for a load, and those that it misses.
-        marks: some of its hashes, by which requests with the same ones are found.
-        boundary: where vLLM retains its windows and states.
-        extras: blocks that vLLM has hashed for the connector, by boundary, since it last started.
-        is_decoding: at the last check for blocks to store, it had computed all its tokens.
-        num_computed: of its tokens at that check, if it had not.
-        snapshots: its block tables at that check.
-        tables: its block tables when it last started to run.
-        eager: the progress of its eager stores.
-        left_out_from: its blocks from this hash on are not stored lazily; None if all may be.
-        prefix: a lease of its host copy.
-        loaded: a lease of its loaded slots, until they become part of its prefix.
-        num_parts: of unsettled stores that extend its prefix.
-        left_over: blocks that found no slots, as they were at the last check.
-        outdated: its block tables at a reset, while it has one of them.
-        lookup: its lookups in tiers; None without.
-        private: number of its hashes checked for private ones; None if it has none.
-        num_learned: number of its hashes that KV events can describe; None without.
-        num_asked: tokens requested from the host, while it waits; None if no tenant counts them.
-        is_estimated: it was looked up in the simulated caches, too.
-        pins: that it uses.
     """
 
     # Values of the class, so that a request is made in a few instructions.
     phase = Phase.WAITING
-    num_loads: int = 0
+    num_loads: int = 0  # loads that not all ranks have reported, or whose failure is not announced
+    # A plan has announced that its load failed, and the workers have not yet reported that to vLLM,
+    # which alone ends its wait.
     is_failing: bool = False
-    is_announced: bool = False
-    is_refused: bool = False
+    is_announced: bool = False  # the end of its present wait was reported to vLLM
+    is_refused: bool = False  # its further blocks are not stored, as others are worth more
+    # After its end, the leading computed tokens that its client allows to be stored; policies and
+    # estimates learn from these.
     num_kept_tokens: int = 0
+    # Its blocks are stored even if others are worth more, and at once when it ends.
     is_retained: bool = False
+    # Fields that vLLM adds to the `kv_transfer_params` of its response, if any.
     response: dict[str, Any] | None = None
-    queues: tuple[RequestQueue, ...] = ()
+    queues: tuple[RequestQueue, ...] = ()  # that it is in; only `RequestQueue` changes them
     # ---- slots
-    load: LoadProgress
-    need: Need | None = None
+    load: LoadProgress  # its hits and loads
+    need: Need | None = None  # the GPU blocks that it holds for a load, and those that it misses
+    # Some of its hashes, by which requests with the same ones are found.
     marks: Sequence[bytes] = ()
-    boundary: Boundary | None = None
+    boundary: Boundary | None = None  # where vLLM retains its windows and states
+    # Blocks that vLLM has hashed for the connector, by boundary, since it last started.
     extras: deque[list[Extra]] | None = None
+    # At the last check for blocks to store, it had computed all its tokens.
     is_decoding: bool = False
-    num_computed: int = 0
-    snapshots: Sequence[Snapshot] = ()
-    tables: Sequence[Sequence[KVCacheBlock]] = ()
-    eager: EagerProgress | None = None
+    num_computed: int = 0  # of its tokens at that check, if it had not
+    snapshots: Sequence[Snapshot] = ()  # its block tables at that check
+    tables: Sequence[Sequence[KVCacheBlock]] = ()  # its block tables when it last started to run
+    eager: EagerProgress | None = None  # the progress of its eager stores
+    # Its blocks from this hash on are not stored lazily; None if all may be.
     left_out_from: int | None = None
-    prefix: Lease | None = None
-    loaded: Lease | None = None
-    num_parts: int = 0
-    left_over: Sequence[BlockSet] = ()
-    outdated: Sequence[OutdatedTable] = ()
-    lookup: LookUp | None = None
-    private: int | None = None
-    num_learned: int | None = None
+    prefix: Lease | None = None  # a lease of its host copy
+    loaded: Lease | None = None  # a lease of its loaded slots, until they become part of its prefix
+    num_parts: int = 0  # of unsettled stores that extend its prefix
+    left_over: Sequence[BlockSet] = ()  # blocks that found no slots, as they were at the last check
+    outdated: Sequence[OutdatedTable] = ()  # its block tables at a reset, while it has one of them
+    lookup: LookUp | None = None  # its lookups in tiers; None without
+    private: int | None = None  # number of its hashes checked for private ones; None if it has none
+    num_learned: int | None = None  # number of its hashes that KV events can describe; None without
+    # Tokens requested from the host, while it waits; None if no tenant counts them.
     num_asked: int | None = None
-    is_estimated: bool = False
-    pins: Sequence[Pin] = ()
+    is_estimated: bool = False  # it was looked up in the simulated caches, too
+    pins: Sequence[Pin] = ()  # that it uses
 
     def __init__(self, request: Request, limits: Limits = NO_LIMITS) -> None:
         self.request = request
         self.limits = limits
+        # Tokens at which hits of its prompt end: the ends of the GPU's and the host's hits, and
+        # points of divergence; the first `HIT_ENDS_MAX` of them.
         self.hit_ends: set[int] = set()
 
     def __repr__(self) -> str:
@@ -291,10 +268,6 @@ class RequestBook:
 
     Args:
         begin_loads: returns the initial `load` of a request.
-
-    Attributes:
-        finished: ids of finished requests.
-        num_running: running requests.
     """
 
     def __init__(self, counters: Counters, begin_loads: Callable[[], LoadProgress]) -> None:
@@ -303,8 +276,8 @@ class RequestBook:
         self._states: dict[str, RequestState] = {}
         self.get = self._states.get
         """Returns the state of a request id, if any hook has named it."""
-        self.finished: set[str] = set()
-        self.num_running = 0
+        self.finished: set[str] = set()  # ids of finished requests
+        self.num_running = 0  # running requests
         self._held: deque[RequestState] = deque()
         self._num_ended = 0
         self._perhaps_brought = RequestQueue()

@@ -28,15 +28,11 @@ class SlotSource(Protocol):
     """Supplies a pool with slots that other engines use, too (`scheduler/node/lots.py`).
 
     Its slots are *own* (this engine may overwrite them) or another engine's.
-
-    Attributes:
-        num_slots: own and others'.
-        parked: own slots that may not be granted yet, each under a lease of the source's.
-        num_lost: slots that other engines have overwritten before they could be leased.
     """
 
-    num_slots: int
-    num_lost: int
+    num_slots: int  # own and others'
+    num_lost: int  # slots that other engines have overwritten before they could be leased
+    # Own slots that may not be granted yet, each under a lease of the source's.
     parked: dict[int, None]
 
     def grant(self, count: int) -> list[int]:

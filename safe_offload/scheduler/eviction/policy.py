@@ -21,12 +21,9 @@ class EvictionPolicy:
     Args:
         num_slots: of the pool.
         hashes: by slot, the hash of the block that it holds, to recognize evicted blocks.
-
-    Attributes:
-        may_refuse: `admits` may return False.
     """
 
-    may_refuse: ClassVar = False
+    may_refuse: ClassVar = False  # `admits` may return False
 
     def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         # Mutable, here and in each policy, and changed by the methods below only.

@@ -28,15 +28,10 @@ tokens, one for a copy of a shared block."""
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """GPU blocks of one request.
+    """GPU blocks of one request."""
 
-    Attributes:
-        held: while it waits.
-        missing: further blocks to compute it from its first token to the end of its prompt.
-    """
-
-    held: int
-    missing: int
+    held: int  # while it waits
+    missing: int  # further blocks to compute it from its first token to the end of its prompt
 
 
 class Admission:

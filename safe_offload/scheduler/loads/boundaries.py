@@ -29,16 +29,11 @@ STEPS_PER_STATE = 2
 
 
 class Boundary(NamedTuple):
-    """The boundaries of a request.
+    """The boundaries of a request."""
 
-    Attributes:
-        num_found: tokens of vLLM's own hit at the last lookup.
-        own: vLLM's own boundary; 0 for none.
-        moved: the connector's boundary, until vLLM has retained the blocks there.
-    """
-
-    num_found: int
-    own: int
+    num_found: int  # tokens of vLLM's own hit at the last lookup
+    own: int  # vLLM's own boundary; 0 for none
+    # The connector's boundary, until vLLM has retained the blocks there.
     moved: tuple[int, ...] = ()
 
 

@@ -46,22 +46,15 @@ class Hit:
     """A run of tokens that the host has, after those that the GPU has.
 
     Bound: an entry for each block of its request, of each KV cache group.
-
-    Attributes:
-        slots_by_group: by KV cache group, one slot per block of the run; `NO_SLOT` where the group
-            does not need one.
-        num_computed_tokens: tokens before the run, which the GPU has.
-        end_max: the upper limit of the run's end, as a token of the request.
-        as_of: `Directory.version` and `Directory.num_forgets` at the search.
-        parted_at: see `HostHits.search`.
     """
 
+    # By KV cache group, one slot per block of the run; `NO_SLOT` where the group does not need one.
     slots_by_group: tuple[list[int], ...]
     num_tokens: int
-    num_computed_tokens: int
-    end_max: int
-    as_of: tuple[int, int]
-    parted_at: int = 0
+    num_computed_tokens: int  # tokens before the run, which the GPU has
+    end_max: int  # the upper limit of the run's end, as a token of the request
+    as_of: tuple[int, int]  # `Directory.version` and `Directory.num_forgets` at the search
+    parted_at: int = 0  # see `HostHits.search`
 
     def slots(self) -> list[int]:
         """Return all real slots of the hit, each group in prefix order."""
@@ -72,15 +65,10 @@ class Hit:
 
 
 class Ends(NamedTuple):
-    """Windows and states of a request.
+    """Windows and states of a request."""
 
-    Attributes:
-        spare: held, but no hit is known to need them and no load has read them.
-        needed: by hits, and the request does not hold them.
-    """
-
-    spare: Sequence[int]
-    needed: Sequence[int]
+    spare: Sequence[int]  # held, but no hit is known to need them and no load has read them
+    needed: Sequence[int]  # by hits, and the request does not hold them
 
 
 class Finder(Protocol):

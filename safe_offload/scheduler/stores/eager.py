@@ -46,14 +46,10 @@ class EagerProgress:
     """The progress of a request's stores; only `EagerStores` changes it.
 
     Bound: an entry for each KV cache group.
-
-    Attributes:
-        cursors: by group, the number of leading blocks of the block table that are done.
-        cursors_before: the same of the block table before the last preemption.
     """
 
-    cursors: list[int]
-    cursors_before: list[int]
+    cursors: list[int]  # by group, the number of leading blocks of the block table that are done
+    cursors_before: list[int]  # the same of the block table before the last preemption
 
 
 class EagerStores(StorePolicy):

@@ -30,18 +30,15 @@ class Snapshot:
     """A block table of a running request.
 
     Bound: an entry for each block of its request; the list is vLLM's own.
-
-    Attributes:
-        table: its block table, which vLLM drops at a preemption without changing it.
-        num_blocks: leading computed blocks at the last check; None if it was decoding, when its
-            tokens determine the number.
-        num_prompt_tokens: of the request then; it changes when a client sends more input.
     """
 
     group_idx: int
+    # Its block table, which vLLM drops at a preemption without changing it.
     table: list[KVCacheBlock]
+    # Leading computed blocks at the last check; None if it was decoding, when its tokens determine
+    # the number.
     num_blocks: int | None
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of the request then; it changes when a client sends more input
 
     def is_current(self, request: Request) -> bool:
         """Return whether it is still valid: taken while decoding, with the same prompt."""

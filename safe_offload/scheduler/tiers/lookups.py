@@ -56,43 +56,31 @@ _EDGES: dict[LookUpState, frozenset[LookUpState]] = {
 
 @dataclass(slots=True, eq=False)
 class LookUp:
-    """The lookups of one request over its life; only `LookUps` changes it.
-
-    Attributes:
-        number: in the order of arrival.
-        is_asked: vLLM has asked about the request since the lookup started.
-        is_trial: it continues although it is not expected to pay: a hint requests it, or it keeps
-            the estimates current.
-        is_roomless: there was no slot for its fetch.
-        num_computed_tokens: tokens in the GPU's prefix cache at the last check.
-        first_token, end_token: of the blocks that tiers may supply, or do.
-        waited_s: over the life of the request, up to `asked_s`.
-        asked_s: when vLLM last asked, while the request waits; otherwise None.
-        last_gap_s: between the last two questions; 0 at first.
-        wait_max_s: of the tiers that are waited for.
-        fetches: begun for it, or for another that needs the same, in the order of their tokens.
-        brought: fetches followed by a hit.
-        starts: by fetch, the token that a request can reach without it and the later ones.
-    """
+    """The lookups of one request over its life; only `LookUps` changes it."""
 
     user: RequestState
-    number: int
+    number: int  # in the order of arrival
     state: LookUpState = LookUpState.IDLE
-    is_asked: bool = False
-    is_roomless: bool = False
+    is_asked: bool = False  # vLLM has asked about the request since the lookup started
+    is_roomless: bool = False  # there was no slot for its fetch
+    # It continues although it is not expected to pay: a hint requests it, or it keeps the estimates
+    # current.
     is_trial: bool = False
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # tokens in the GPU's prefix cache at the last check
+    # `first_token`, `end_token`: of the blocks that tiers may supply, or do.
     first_token: int = 0
     end_token: int = 0
-    waited_s: float = 0.0
-    asked_s: float | None = None
-    last_gap_s: float = 0.0
-    wait_max_s: float = 0.0
+    waited_s: float = 0.0  # over the life of the request, up to `asked_s`
+    asked_s: float | None = None  # when vLLM last asked, while the request waits; otherwise None
+    last_gap_s: float = 0.0  # between the last two questions; 0 at first
+    wait_max_s: float = 0.0  # of the tiers that are waited for
     probes: Sequence[PendingProbe] = ()
     num_unanswered: int = 0
+    # Begun for it, or for another that needs the same, in the order of their tokens.
     fetches: Sequence[Fetch] = ()
+    # By fetch, the token that a request can reach without it and the later ones.
     starts: Sequence[int] = ()
-    brought: Sequence[Fetch] = ()
+    brought: Sequence[Fetch] = ()  # fetches followed by a hit
 
     def move(self, state: LookUpState) -> None:
         """Change the state; see the table above."""

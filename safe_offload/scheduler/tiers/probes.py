@@ -31,20 +31,14 @@ class PendingProbe:
     """A probe and its answers; only its methods change it.
 
     Bound: the requests that vLLM has, and an entry for each rank.
-
-    Attributes:
-        users: requests that wait for the answer, in the order of arrival.
-        ranks_left: ranks that have not answered.
-        tiers: by key, the tier that has it on all ranks that have answered; 0 for none.
-        sent_s: the time of its plan; None before that.
     """
 
     probe_id: int
     keys: Keys
-    users: RequestQueue
-    ranks_left: set[int]
-    tiers: bytes = b""
-    sent_s: float | None = None
+    users: RequestQueue  # requests that wait for the answer, in the order of arrival
+    ranks_left: set[int]  # ranks that have not answered
+    tiers: bytes = b""  # by key, the tier that has it on all ranks that have answered; 0 for none
+    sent_s: float | None = None  # the time of its plan; None before that
 
     def sent(self, now_s: float) -> None:
         """A plan names it."""

@@ -33,13 +33,9 @@ class TierBlock(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Blocks that extend the hit to the next boundary, after all earlier stages.
+    """Blocks that extend the hit to the next boundary, after all earlier stages."""
 
-    Attributes:
-        first_token: the token that a request can reach without it.
-    """
-
-    first_token: int
+    first_token: int  # the token that a request can reach without it
     blocks: list[TierBlock]
 
 
@@ -48,15 +44,11 @@ class TieredHit:
     """A run of tokens that host memory and tiers have, after those that the GPU has.
 
     Bound: an entry for each block of its request, of each KV cache group.
-
-    Attributes:
-        blocks: that only tiers have, in the order of their tokens.
-        slots: of the other blocks, including those being filled.
     """
 
     num_tokens: int
-    blocks: list[TierBlock]
-    slots: list[int]
+    blocks: list[TierBlock]  # that only tiers have, in the order of their tokens
+    slots: list[int]  # of the other blocks, including those being filled
 
 
 class _HostOrTiers:
