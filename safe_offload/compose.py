@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 
 
 class Composition:
-    """Checks everything when the engine starts; makes the planner once vLLM has its blocks.
-
-    Attributes:
-        events: None if vLLM publishes no KV events.
-        num_slots: of the host cache.
-    """
+    """Checks everything when the engine starts; makes the planner once vLLM has its blocks."""
 
     def __init__(
         self,
@@ -55,7 +50,8 @@ class Composition:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._counters = counters
         block_bytes = max(1, specs.block_bytes(kv_cache_config))
-        self.num_slots = config.num_slots_of(block_bytes)
+        self.num_slots = config.num_slots_of(block_bytes)  # of the host cache
+        # None if vLLM publishes no KV events.
         self.events = make_events(
             vllm_config,
             kv_cache_config,

@@ -66,17 +66,6 @@ class Table:
     """The table of one pool, mapped by one engine (or only for reading: `engine` is -1).
 
     Bound: `ENGINES_MAX` entries.
-
-    Attributes:
-        words, hashes, generations: by slot; written by the owner.
-        checks: by slot; of slot, word, generation and hash.
-        bad: by slot, not 0 if the memory under it is not to be trusted; any engine writes it.
-        touched: by slot, 1 if an engine that does not own it has used it; any engine writes it.
-        owners: by lot, an engine + 1; 0 for none.
-        versions: by lot; changes after each change in the lot.
-        marks: by engine and slot.
-        num_damaged: impossible entries that this engine has seen.
-        lost: why this engine no longer uses the table; empty if it does.
     """
 
     def __init__(self, path: str) -> None:
@@ -94,19 +83,24 @@ class Table:
         self.num_lots = -(-self.num_slots // self.lot_slots)
         self._at = HEADER_BYTES
         self._engines = self._array("u8", ENGINES_MAX, _TOKENS + TOKENS_MAX)
-        self.owners = self._array("u8", self.num_lots)
+        self.owners = self._array("u8", self.num_lots)  # by lot, an engine + 1; 0 for none
+        # By lot; changes after each change in the lot.
         self.versions = self._array("u8", self.num_lots)
+        # `words`, `hashes`, `generations`: by slot; written by the owner.
         self.words = self._array("u8", self.num_slots)
         self.generations = self._array("u8", self.num_slots)
+        # By slot; of slot, word, generation and hash.
         self.checks = self._array("u8", self.num_slots)
         self.hashes = self._array("u1", self.num_slots, self.hash_bytes)
+        # By slot, not 0 if the memory under it is not to be trusted; any engine writes it.
         self.bad = self._array("u1", self.num_slots)
+        # By slot, 1 if an engine that does not own it has used it; any engine writes it.
         self.touched = self._array("u1", self.num_slots)
-        self.marks = self._array("u1", ENGINES_MAX, self.num_slots)
+        self.marks = self._array("u1", ENGINES_MAX, self.num_slots)  # by engine and slot
         self.engine = -1
         self.is_awake = False
-        self.num_damaged = 0
-        self.lost = ""
+        self.num_damaged = 0  # impossible entries that this engine has seen
+        self.lost = ""  # why this engine no longer uses the table; empty if it does
         self._factors = _odd_numbers(3 + self.hash_bytes)
         self._grace_ms = 0
         self._tokens = np.zeros(TOKENS_MAX, np.uint64)

@@ -33,24 +33,20 @@ class Ranks:
 
     Args:
         slots: opened once all ranks have them, retired if corrupted on one rank.
-
-    Attributes:
-        has_dead: a rank will never copy again.
-        num_failed_in_a_row: consecutive failed copies, by rank; a success removes the entry.
-        host_labels: labels of `observe.metrics.INFO` that depend on the ranks; a new object after
-            each change.
     """
 
     def __init__(self, num_ranks: int, slots: SlotPool, counters: Counters) -> None:
         self._num_ranks = num_ranks
         self._slots = slots
         self._counters = counters
-        self.has_dead = False
+        self.has_dead = False  # a rank will never copy again
+        # Labels of `observe.metrics.INFO` that depend on the ranks; a new object after each change.
         self.host_labels: Mapping[str, str] = merge(())
         self._facts: dict[int, HostFacts] = {}
         self._is_ready = False
         self._capacities: dict[int, int] = {}
         self._num_failed: Counter[FailureReason] = Counter()
+        # Consecutive failed copies, by rank; a success removes the entry.
         self.num_failed_in_a_row: Counter[int] = Counter()
 
     def add_capacity(self, capacity: Capacity) -> None:

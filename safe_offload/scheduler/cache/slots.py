@@ -146,9 +146,6 @@ class SlotPool:
         directory, policy: empty.
         quotas: of tenants, whose `policy` this is; None without tenants.
         awaits_source: no slot is usable before `use_source`.
-
-    Attributes:
-        source: of the slots, if other engines use them, too.
     """
 
     def __init__(
@@ -168,7 +165,7 @@ class SlotPool:
         self.quotas = quotas
         # What follows is mutable, and only this class changes it, and the policy with it. A usable
         # slot is leased, or it is evictable (it is in the directory), or else it is empty.
-        self.source: SlotSource | None = None
+        self.source: SlotSource | None = None  # of the slots, if other engines use them, too
         self._awaits_source = awaits_source
         self._num_ready = 0
         self.num_usable = 0

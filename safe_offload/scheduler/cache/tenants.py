@@ -119,10 +119,6 @@ class TenantQuotas:
     """The tenants of a `SlotPool`: the slots, the guarantee and the pins of each.
 
     Bound: an entry for each slot, and one for each tenant.
-
-    Attributes:
-        policy: of the pool.
-        salts: for whom the blocks of the GPU were allocated.
     """
 
     def __init__(
@@ -135,7 +131,7 @@ class TenantQuotas:
         self.policy = TenantPolicy(num_slots, hashes, make)
         # What follows is mutable, and changed here only.
         self.tenants = Tenants()
-        self.salts = BlockSalts(boundary_group_ids)
+        self.salts = BlockSalts(boundary_group_ids)  # for whom the blocks of the GPU were allocated
         self._num_slots = 0  # usable and not retired
         self._num_pinned = [0]
 

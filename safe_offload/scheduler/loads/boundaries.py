@@ -48,31 +48,25 @@ class Boundaries:
     Args:
         coordinator: vLLM's, over any pool.
         num_step_tokens: the maximum number of tokens of a step.
-
-    Attributes:
-        every: positions are multiples of this number of tokens; 0 for none.
-        blocks_per_hash: blocks of full attention per hash of a request.
-        needs: by other group, the blocks that a hit needs at its end, and hashes per block.
-        num_dropped_tokens: of a hit's last block, which vLLM drops for EAGLE drafts.
-        num_step_blocks: the maximum number of blocks that a step may allocate for its tokens.
-        last: its state, with `RequestState.marks` and `.boundary`: by some hashes of each request,
-            the last request with that hash.
     """
 
     def __init__(self, geometry: GroupGeometry, coordinator: Any, num_step_tokens: int) -> None:
         self._hash_block_size = geometry.hash_block_size
         self._alignment_tokens = geometry.alignment_tokens
         self._num_step_tokens = num_step_tokens
+        # The maximum number of blocks that a step may allocate for its tokens.
         self.num_step_blocks = geometry.num_blocks_in_step(num_step_tokens)
-        self.every = 0
+        self.every = 0  # positions are multiples of this number of tokens; 0 for none
         all_needs = cache_hits.boundary_blocks(coordinator)
         needs = [all_needs[group_idx] for group_idx in geometry.group_ids]
         sizes = [geometry.group_block_sizes[group_idx] for group_idx in geometry.group_ids]
         blocks_per_token = sum(
             1 / size for size, need in zip(sizes, needs, strict=True) if not need
         )
+        # Blocks of full attention per hash of a request.
         self.blocks_per_hash = blocks_per_token * self._hash_block_size
         hashes_per_block = (size / self._hash_block_size for size in sizes)
+        # By other group, the blocks that a hit needs at its end, and hashes per block.
         self.needs = [need for need in zip(needs, hashes_per_block, strict=True) if need[0]]
         if geometry.retention_interval == 0 and blocks_per_token:
             num_tokens = SHARE_MAX * sum(needs) / blocks_per_token
@@ -90,7 +84,10 @@ class Boundaries:
         self._coordinator = coordinator
         self._span = max((n * size for n, size in zip(needs, sizes, strict=True)), default=0)
         drafts = coordinator.eagle_group_ids
+        # Of a hit's last block, which vLLM drops for EAGLE drafts.
         self.num_dropped_tokens = max((geometry.group_block_sizes[g] for g in drafts), default=0)
+        # Its state, with `RequestState.marks` and `.boundary`: by some hashes of each request, the
+        # last request with that hash.
         self.last: dict[bytes, RequestState] = {}
 
     def see(self, state: RequestState) -> None:

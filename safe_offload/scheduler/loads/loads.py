@@ -71,24 +71,17 @@ prompts diverged (`HostHits.search`)."""
 
 
 class LoadProgress:
-    """The hits and loads of a request; only `Loads` changes it.
+    """The hits and loads of a request; only `Loads` changes it."""
 
-    Attributes:
-        hit: the reported hit (MATCHED only), under `lease`.
-        must_compute: its load failed, or its hit does not pay; it gets no hit before it has run.
-        num_failed: failed loads, over its whole life.
-        has_failed: a load has failed since it last ran.
-        wait: for loads of others.
-    """
-
-    hit: Hit | None = None
+    hit: Hit | None = None  # the reported hit (MATCHED only), under `lease`
     lease: Lease | None = None
+    # Its load failed, or its hit does not pay; it gets no hit before it has run.
     must_compute = False
-    num_failed = 0
-    has_failed = False
+    num_failed = 0  # failed loads, over its whole life
+    has_failed = False  # a load has failed since it last ran
 
     def __init__(self) -> None:
-        self.wait = Wait()
+        self.wait = Wait()  # for loads of others
 
 
 class Loads:
@@ -97,12 +90,6 @@ class Loads:
     Its state includes `RequestState.load`.
 
     Bound: the requests that vLLM has.
-
-    Attributes:
-        unannounced: requests whose failure is to be announced.
-        unloaded: blocks that the next step reads although no load of them can be planned.
-        of_step: loads in the step that is being scheduled.
-        holders: requests for which vLLM may hold blocks of a finished load. Read only outside.
     """
 
     def __init__(  # noqa: PLR0913
@@ -127,10 +114,12 @@ class Loads:
         self._costs, self._offers_all = costs, costs.offers_all
         self._null_block_id = gpu.null_block_id
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
-        self.unannounced: list[RequestState] = []
+        self.unannounced: list[RequestState] = []  # requests whose failure is to be announced
+        # Blocks that the next step reads although no load of them can be planned.
         self.unloaded: list[int] = []
-        self.of_step: list[Load] = []
+        self.of_step: list[Load] = []  # loads in the step that is being scheduled
         self._num_failed = 0  # requests whose load has failed since they ran last
+        # Requests for which vLLM may hold blocks of a finished load. Read only outside.
         self.holders = RequestQueue()
 
     def __repr__(self) -> str:

@@ -39,13 +39,6 @@ class NodeLots:
     It is the `SlotSource` of a pool.
 
     Bound: an entry for each slot.
-
-    Attributes:
-        generation: of what this engine stores and finds; 0 if there has been no reset.
-        secret: of what no other engine may find, see `Directory.private`.
-        num_lost: slots that were overwritten by another before they could be leased.
-        is_behind: changes of other engines are left for the next `sync`.
-        parked: own slots that guests read, or that are bad. Read only.
     """
 
     def __init__(self, pool: SlotPool, table: Table, counters: Counters) -> None:
@@ -56,15 +49,16 @@ class NodeLots:
         self.num_slots: int = table.num_slots
         self._counters = counters
         # What follows is mutable, and changed here only.
-        self.is_behind = False
-        self.num_lost = 0
+        self.is_behind = False  # changes of other engines are left for the next `sync`
+        self.num_lost = 0  # slots that were overwritten by another before they could be leased
+        # Of what this engine stores and finds; 0 if there has been no reset.
         self.generation = _new_number() if self._directory.epoch else 0
-        self.secret = _new_number()
+        self.secret = _new_number()  # of what no other engine may find, see `Directory.private`
         self._is_own = bytearray(table.num_slots)
         self._lots: set[int] = set()  # of this engine, as far as it knows
         self._has_lot = np.zeros(table.num_lots, bool)  # by lot, the same
         self._marked: set[int] = set()  # slots where this engine is a guest
-        self.parked: dict[int, None] = {}
+        self.parked: dict[int, None] = {}  # own slots that guests read, or that are bad. Read only.
         self._seen = np.zeros(table.num_slots, np.uint64)  # words when slots were looked at
         self._versions = np.full(table.num_lots, _UNSEEN)  # of lots, likewise
 

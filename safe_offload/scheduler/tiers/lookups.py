@@ -139,11 +139,7 @@ class LookUp:
 
 
 class LookUps:
-    """The lookups of all requests (`RequestState.lookup`).
-
-    Attributes:
-        wanting: requests whose fetch is to be decided. Read only outside.
-    """
+    """The lookups of all requests (`RequestState.lookup`)."""
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class LookUps:
         self._fetches = fetches
         self._book = context.book
         self._num_begun = 0
-        self.wanting = RequestQueue()
+        self.wanting = RequestQueue()  # requests whose fetch is to be decided. Read only outside.
 
     def __repr__(self) -> str:
         return f"LookUps({self.num_active} are active)"

@@ -51,10 +51,6 @@ class Spills:
     of the tier that has it; 0 if none is known to.
 
     Bound: an entry for each slot.
-
-    Attributes:
-        looks: each plan checks the next victims, or the blocks with hits.
-        retries: read only outside.
     """
 
     def __init__(self, context: TierContext) -> None:
@@ -68,12 +64,13 @@ class Spills:
         self._counters = context.counters
         store = configs[0].store
         self._evicted_only, self._hit_only = store == "evicted", store == "hit"
+        # Each plan checks the next victims, or the blocks with hits.
         self.looks = self._evicted_only or self._hit_only
         self._loads, self._geometry = context.loads, context.hits.geometry
         # The nearest tier that keeps what comes from those farther away; the last one if none does.
         self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
         self._queue: dict[int, tuple[int, bytes, int]] = {}
-        self.retries = Retries()
+        self.retries = Retries()  # read only outside
         self._epoch, self._now_s, self._moved_s = 0, 0.0, 0.0
         self._writes_succeed = True
         self.ledger: Ledger[Spill] = Ledger(context.transfer_ids, context.num_ranks)

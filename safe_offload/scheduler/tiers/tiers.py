@@ -55,9 +55,6 @@ class Tiers:
     """Lookups, fetches and spills of the engine. Only the planner calls it.
 
     Bound: the transfers ended since the last plan.
-
-    Attributes:
-        due_s: after this time `plan` has something to do; read only outside.
     """
 
     def __init__(self, tiered_hits: TieredHits, context: TierContext) -> None:
@@ -77,7 +74,7 @@ class Tiers:
         self._fetched: list[FetchBatch] = []
         self._complete: list[Fetch | Spill] = []
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
-        self.due_s = math.inf
+        self.due_s = math.inf  # after this time `plan` has something to do; read only outside
 
     def __repr__(self) -> str:
         return f"Tiers({self.lookups!r}, {self.fetches!r}, {self.spills!r})"
