@@ -105,7 +105,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         self._stats: StatsReporter | ServedStats = StatsReporter(self._counters, {})
         self._served: ServedStats | None = None
-        self._is_watched = self._config.verify_invariants
         parallel = vllm_config.parallel_config
         self._is_beside_worker = engine_config.is_worker_beside_scheduler(parallel)
         self._clock = monotonic
@@ -129,7 +128,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             preempt_failed()
         else:
             self.side = self.worker = self._make_worker()
-        self._does_more = self._is_watched or self._is_beside_worker
+        is_watched = self._config.verify_invariants or self._served is not None
+        self._does_more = is_watched or self._is_beside_worker
 
     def _prepare_planner(self) -> Callable[[GpuBlocks], Planner]:
         """Check the configuration; return the factory of the planner, called with vLLM's blocks."""
@@ -141,7 +141,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = reporter = StatsReporter(self._counters, info)
         if config.metrics_port is not None:
             self._stats = self._served = ServedStats(reporter, config, vllm_config)
-            self._is_watched = True
         return composition.make_planner
 
     def _make_worker(self) -> WorkerSide:
@@ -281,15 +280,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._contain("update_connector_output", error, report)
 
     def _update(self, connector_output: KVConnectorOutput) -> None:
+        """Complete the report, and check invariants and serve metrics, if configured."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             connector_output.kv_connector_worker_meta = report.completed()
         self.scheduler.update_connector_output(connector_output)
-        if self._is_watched:
-            self._watch(connector_output)
-
-    def _watch(self, connector_output: KVConnectorOutput) -> None:
-        """Check invariants and serve metrics, if configured, after a report of the workers."""
         if self._config.verify_invariants:
             self.scheduler.check_invariants()
         if self._served is not None:

@@ -207,9 +207,7 @@ class EagerStores(StorePolicy):
             if len(owners) == 1:
                 # A request that began again finds there what it has left over from before.
                 wanted = self._stores.missing(blocks) if has_leftover else blocks
-                num_stored = self._stores.add(wanted, owners[0][0], is_intact=is_intact)
-                if is_intact and num_stored < len(wanted.blocks):
-                    self._put_off(owners[0][0], wanted, num_stored)
+                self._add(owners[0][0], wanted, is_intact=is_intact)
             elif not self._stores.add_whole(blocks, owners, is_intact=is_intact):
                 start = 0
                 for state, count in owners:
@@ -222,12 +220,10 @@ class EagerStores(StorePolicy):
             self._add(state, self._stores.missing(blocks.intact()), is_intact=is_intact)
 
     def _add(self, state: RequestState, blocks: BlockSet, *, is_intact: bool) -> None:
+        """Store blocks of a request; retry those that find no slot, while it runs."""
         num_stored = self._stores.add(blocks, state, is_intact=is_intact)
         if is_intact and num_stored < len(blocks.blocks):
-            self._put_off(state, blocks, num_stored)
-
-    def _put_off(self, state: RequestState, blocks: BlockSet, num_stored: int) -> None:
-        self._stores.put_off(state, blocks.part(range(num_stored, len(blocks.blocks))))
+            self._stores.put_off(state, blocks.part(range(num_stored, len(blocks.blocks))))
 
     def _scan(
         self, states: Sequence[RequestState]
