@@ -28,7 +28,6 @@ class TransferError(SafeOffloadError):
         self.detail = detail
 
     def __str__(self) -> str:
-        """Return `reason: detail`, the reason by its enum name where it has one."""
         return f"{getattr(self.reason, 'name', self.reason)}: {self.detail}"
 
 
@@ -57,5 +56,4 @@ class InvariantError(SafeOffloadError):
         self.detail = detail
 
     def __str__(self) -> str:
-        """Return the message, which starts with the number of the invariant."""
         return f"{self.invariant}: {self.detail}"

@@ -331,7 +331,6 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
 
 
 def _require_known_keys(written: Mapping[Any, object]) -> None:
-    """Refuse an unknown key, with the likeliest fix."""
     known = (*VALID_KEYS, *other_connectors.KNOWN)
     if other_connectors.SPEC in written:
         known += tuple(key for key in written if isinstance(key, str))

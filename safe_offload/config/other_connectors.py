@@ -131,7 +131,6 @@ def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict
 
 
 def _without_effect_in_directories(tiers: list[Mapping[str, object]]) -> dict[str, str]:
-    """Return the settings of these directories that have no effect, by place."""
     found = {}
     for index, tier in enumerate(tiers):
         for key in tier.keys() - {"type", "root_dir", *_BOUNDS}:

@@ -377,7 +377,6 @@ def missing_blocks(
 
 
 def _end_of(group_idx: int) -> bytes:
-    """Return the suffix of the hash objects of a group."""
     return bytes(make_block_hash_with_group_id(BlockHash(b""), group_idx))
 
 

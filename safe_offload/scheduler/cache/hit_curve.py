@@ -42,7 +42,6 @@ class Curve:
         raise NotImplementedError
 
     def _sample(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the indices of the sampled blocks."""
         if not hashes:
             return []
         size = len(hashes[0])

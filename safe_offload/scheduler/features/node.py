@@ -141,7 +141,6 @@ class NodePool(Feature):
         self._nap_if_idle()
 
     def _attach(self) -> None:
-        """Join the pool once all ranks have reported it."""
         if len(self._pools) < self._planner.options.num_ranks:
             return
         found = list(self._pools.values())

@@ -213,7 +213,6 @@ class Loads:
     def _act(
         self, state: RequestState, decision: Decision, num_computed_tokens: int, now_s: float
     ) -> int | None:
-        """Carry out the decision; return the answer to vLLM."""
         case, hit, load, parted_at = decision
         progress = state.load
         if load is not None:  # which is not waited for again

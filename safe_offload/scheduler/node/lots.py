@@ -124,7 +124,6 @@ class NodeLots:
             self._pool.forget(filled)
 
     def _leased(self, slots: Iterable[int]) -> list[int]:
-        """Return the leased slots among these; parked ones do not count."""
         leased, parked = self._pool.leased, self.parked
         return [slot for slot in slots if slot in leased and slot not in parked]
 
@@ -245,7 +244,6 @@ class NodeLots:
             self._pool.release(sorted(filterfalse(self.parked.__contains__, some)))
 
     def _park_next(self, count: int) -> None:
-        """Park slots that would be evicted next but are read by guests."""
         while count > 0:
             held = self.table.guests_at(_array(self._pool.next_evicted(count))).tolist()
             if not held:
@@ -267,7 +265,6 @@ class NodeLots:
                 self._pool.release(used[::-1])
 
     def _claim(self, num_wanted: int) -> None:
-        """Claim free lots, then surplus lots of napping engines."""
         table = self.table
         free = table.free_lots(self._pool.num_usable)
         if self._pool.num_evictable >= num_wanted and len(self._lots) >= table.fair_share():

@@ -333,7 +333,6 @@ class EagerStores(StorePolicy):
                 self._pass_over(state)
 
     def _pass_over(self, state: RequestState) -> None:
-        """Move the cursors to the end of the hashed blocks without storing them."""
         cursors = (state.eager or self._begin_storing(state)).cursors
         for group_idx in self._group_ids:
             _, nums_hashed = self._gpu.tables_of(group_idx)

@@ -199,7 +199,6 @@ class LazyStores(StorePolicy):
     def _unstored_of_others(
         self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
-        """Return the blocks to store, without the excluded ones."""
         left_out = self.left_out_hashes
         for state in self._growing:
             hashes = state.request.block_hashes
@@ -219,7 +218,6 @@ class LazyStores(StorePolicy):
         return missing_blocks(blocks, hash_objects, self._gpu, self._hits.directory.tables)
 
     def _begin_again(self) -> None:
-        """Restart the walk in the next step."""
         self._middle = self._last = None
 
     # ---- what went wrong -----------------------------------------------------------------------

@@ -153,7 +153,6 @@ class Stores:
         self._counters[Count.RESCUED_BLOCKS] += num_stored
 
     def _begin(self, part: Part, *, is_intact: bool) -> None:
-        """Add a part to the pending stores."""
         blocks = part.blocks
         for owner, _ in part.owners:
             owner.num_parts += 1

@@ -251,7 +251,6 @@ class LookUps:
         return False
 
     def _wait_limit_s(self, lookup: LookUp) -> float:
-        """Return the wait limit of a request (I9)."""
         if lookup.user.limits.is_fetched:
             return lookup.wait_max_s
         num_tokens = lookup.num_tokens

@@ -118,7 +118,6 @@ class Spills:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     def _look_ahead(self) -> None:
-        """Queue the next victims that tiers do not have."""
         slots, directory = self._slots, self._directory
         if slots.num_empty >= self._num_ahead or directory.version == self._seen_version:
             return
@@ -261,7 +260,6 @@ class Spills:
             spill.lease.release()
 
     def _try_again(self, writes: Sequence[Write], again: Mapping[int, int]) -> set[int]:
-        """Schedule retries of failed writes; return their slots."""
         waiting: set[int] = set()
         for place, write in enumerate(writes):
             tiers = again.get(place, 0)

@@ -149,7 +149,6 @@ class Tiers:
         self._has_news, self.due_s = True, AT_ONCE
 
     def _measure(self, now_s: float) -> None:
-        """Record the times of ended probes and fetches."""
         for probe in self._answered:
             if probe.sent_s is not None:
                 self.costs.add_probe(len(probe.keys), now_s - probe.sent_s)
