@@ -35,11 +35,7 @@ from safe_offload.config.settings import (
 )
 from safe_offload.config.tier_list import tiers
 from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import (
-    MAX_CAPACITY_BYTES,
-    FileConfig,
-    TierConfig,
-)
+from safe_offload.config.tiers import MAX_CAPACITY_BYTES, FileConfig, TierConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 

@@ -62,10 +62,7 @@ class Count(Series, enum.ReprEnum):
     UNPUBLISHED_BLOCKS = "unpublished_blocks", "Blocks dropped by a reset during their store."
     LOAD_BYTES = "load_bytes", "Bytes copied from host to GPU, all ranks."
     STORE_BYTES = "store_bytes", "Bytes copied from GPU to host, all ranks."
-    OVERDUE_TRANSFERS = (
-        "overdue_transfers",
-        "Transfers still running at their deadline.",
-    )
+    OVERDUE_TRANSFERS = "overdue_transfers", "Transfers still running at their deadline."
     COPY_PATH_DEMOTIONS = "copy_path_demotions", "Fallbacks to a slower copy path."
     CHECKSUM_MISMATCHES = "checksum_mismatches", "Host slots retired because their bytes changed."
     GIVEN_UP_REQUESTS = "given_up_requests", "Requests denied further hits after failed loads."
@@ -74,10 +71,7 @@ class Count(Series, enum.ReprEnum):
     POSTPONED_HITS = "postponed_hits", "Hits postponed: loads hold too many GPU blocks."
     SHARED_WAITS = "shared_waits", "Requests that waited for another request's load."
     SHARED_WAITS_CUT = "shared_waits_cut", "Of shared_waits, those that hit the limit."
-    SKIPPED_HITS = (
-        "skipped_hits",
-        "Hits skipped because recomputing is faster.",
-    )
+    SKIPPED_HITS = "skipped_hits", "Hits skipped because recomputing is faster."
     TIER_LOOKUPS = "tier_lookups", "Requests that looked up tiers."
     TIER_WAITS_CUT = "tier_waits_cut", "Of tier_lookups, those that hit the wait limit."
     FETCHED_BLOCKS = "fetched_blocks", "Blocks fetched from a tier."

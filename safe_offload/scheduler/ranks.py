@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters, is_milestone
-from safe_offload.protocol import (
-    BadSlots,
-    Capacity,
-    FailureReason,
-    HostFacts,
-    MemoryKind,
-    Outcome,
-)
+from safe_offload.protocol import BadSlots, Capacity, FailureReason, HostFacts, MemoryKind, Outcome
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.cache.slots import SlotPool

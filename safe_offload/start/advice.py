@@ -22,10 +22,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def advise(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    config: OffloadConfig,
-    num_slots: int,
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OffloadConfig, num_slots: int
 ) -> dict[str, str]:
     """Log the set-up and probable mistakes; never raises.
 

@@ -28,11 +28,7 @@ class EndCurve(Curve):
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        blocks_per_hash: float,
-        needs: Sequence[tuple[int, float]],
-        align: int,
+        self, num_slots: int, blocks_per_hash: float, needs: Sequence[tuple[int, float]], align: int
     ) -> None:
         super().__init__(max(1, round(num_slots / (blocks_per_hash or 1))))
         self._needs = needs

@@ -29,11 +29,7 @@ class TenantShares(Feature):
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        slots: SlotPool,
-        quotas: TenantQuotas,
-        file: TenantsFile,
+        self, planner: Planner, slots: SlotPool, quotas: TenantQuotas, file: TenantsFile
     ) -> None:
         self._planner = planner
         self._counters = planner.counters

@@ -389,10 +389,7 @@ class Loads:
             state.begin_load()
 
     def pair(
-        self,
-        hit: Hit | None,
-        blocks_by_group: Sequence[Sequence[KVCacheBlock]],
-        num_tokens: int,
+        self, hit: Hit | None, blocks_by_group: Sequence[Sequence[KVCacheBlock]], num_tokens: int
     ) -> tuple[list[int], list[int]]:
         """Return the GPU block ids and host slots of the first tokens of a hit.
 

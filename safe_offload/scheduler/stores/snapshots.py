@@ -57,11 +57,7 @@ class Snapshot:
         return num_tokens // block_size
 
     def unsaved(
-        self,
-        hashes: Sequence[bytes],
-        places: range,
-        given_out: Collection[int],
-        gpu: GpuBlocks,
+        self, hashes: Sequence[bytes], places: range, given_out: Collection[int], gpu: GpuBlocks
     ) -> tuple[BlockSet, BlockSet]:
         """Return its unstored blocks, after its request was preempted.
 

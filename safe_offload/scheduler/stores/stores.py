@@ -221,9 +221,7 @@ class Stores:
     # ---- a step is planned ---------------------------------------------------------------------
 
     def plan(
-        self,
-        early_written: Callable[[SchedulerOutput], Collection[int]],
-        output: SchedulerOutput,
+        self, early_written: Callable[[SchedulerOutput], Collection[int]], output: SchedulerOutput
     ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
         """Turn the parts added since the last `sent` into stores, and find those to fence.
 

@@ -142,11 +142,7 @@ class LookUps:
     """The lookups of all requests (`RequestState.lookup`)."""
 
     def __init__(
-        self,
-        context: TierContext,
-        costs: TierCosts,
-        probes: Probes,
-        fetches: Fetches,
+        self, context: TierContext, costs: TierCosts, probes: Probes, fetches: Fetches
     ) -> None:
         self._hits = context.hits
         self._gpu = context.gpu
