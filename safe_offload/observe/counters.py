@@ -254,10 +254,7 @@ def is_milestone(count: int) -> bool:
 
 
 class Counters(Counter[str]):
-    """Counts since the last `take`.
-
-    Bound: an entry for each name and bucket.
-    """
+    """Counts since the last `take`. Bound: an entry for each name and bucket."""
 
     def __init__(self) -> None:
         super().__init__()

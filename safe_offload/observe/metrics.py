@@ -205,10 +205,7 @@ class StatsReporter:
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of the connector, one set per engine.
-
-    Bound: an entry for each name.
-    """
+    """Prometheus metrics of the connector, one set per engine. Bound: an entry for each name."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

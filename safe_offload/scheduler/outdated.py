@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OutdatedTable:
-    """A block table that a request had at a reset.
-
-    Bound: an entry for each block of it.
-    """
+    """A block table that a request had at a reset. Bound: an entry for each block of it."""
 
     kept_in: BlockTable
     group_idx: int

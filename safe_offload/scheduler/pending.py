@@ -131,10 +131,7 @@ class Load(Pending):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """The blocks of a store in one KV cache group.
-
-    Bound: an owner for each of its blocks.
-    """
+    """The blocks of a store in one KV cache group. Bound: an owner for each of its blocks."""
 
     blocks: BlockSet
     lease: Lease  # the slots that it writes, one per block
@@ -231,10 +228,7 @@ class Write(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Spill(TierPending):
-    """A transfer from host slots to tiers.
-
-    Bound: an entry for each of its slots.
-    """
+    """A transfer from host slots to tiers. Bound: an entry for each of its slots."""
 
     writes: Sequence[Write]  # one per key
     epoch: int  # see `Spills`; failed writes of an earlier epoch are not retried
@@ -250,10 +244,7 @@ class Spill(TierPending):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fetch(TierPending):
-    """A piece of a batch.
-
-    Bound: the requests that vLLM has.
-    """
+    """A piece of a batch. Bound: the requests that vLLM has."""
 
     epoch: int  # of the directory at its plan; a fetch from before a reset is not published
     batch: FetchBatch

@@ -92,10 +92,7 @@ class Lease:
 
 
 class LeaseBook:
-    """All leases.
-
-    Bound: a lease for each request, transfer and pinned run.
-    """
+    """All leases. Bound: a lease for each request, transfer and pinned run."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool

@@ -31,10 +31,7 @@ STALLED_AFTER_S = 1.0
 
 
 class NodePool(Feature):
-    """Uses host slots of a pool that other engines use, too.
-
-    Bound: an entry for each rank.
-    """
+    """Uses host slots of a pool that other engines use, too. Bound: an entry for each rank."""
 
     def __init__(self, planner: Planner, slots: SlotPool) -> None:
         self._planner = planner

@@ -33,10 +33,7 @@ PIECE_BYTES_MIN = 8 << 20
 
 
 class Fetches:
-    """All fetches whose slots are leased.
-
-    Bound: the share of the slots that fetches may take.
-    """
+    """All fetches whose slots are leased. Bound: the share of the slots that fetches may take."""
 
     def __init__(self, context: TierContext) -> None:
         self._hits = context.hits

@@ -22,10 +22,7 @@ LOOKED_AT_MAX = 1 << 15
 
 
 class Promotions:
-    """Starts fetches; it has no state between steps.
-
-    Bound: an entry for each tier.
-    """
+    """Starts fetches; it has no state between steps. Bound: an entry for each tier."""
 
     def __init__(
         self,

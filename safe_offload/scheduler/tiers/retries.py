@@ -19,10 +19,7 @@ WAITING_MAX: Final = 1 << 16
 
 
 class Retries:
-    """Writes that wait for their next try.
-
-    Bound: `WAITING_MAX`.
-    """
+    """Writes that wait for their next try. Bound: `WAITING_MAX`."""
 
     def __init__(self) -> None:
         self._waiting: tuple[dict[int, tuple[float, Write]], ...] = tuple({} for _ in PAUSES_S)
