@@ -62,10 +62,7 @@ def _answer_of(speculative_config: Any, *names: str) -> bool:
 
 
 def replace_rules(coordinator: Any, rules: Mapping[type, type]) -> None:
-    """Let other classes find hits in place of vLLM's own managers of several groups.
-
-    A class whose arguments differ changes nothing.
-    """
+    """Replace vLLM's managers of several groups by classes with the same arguments."""
     groups: list[Any] = getattr(coordinator, "attention_groups", [])
     for idx, group in enumerate(groups):
         theirs: Any = getattr(group, "manager_cls", None)
@@ -95,7 +92,7 @@ def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
 
 
 def ends_anywhere(coordinator: Any, hash_block_size: int) -> bool:
-    """Return whether hits are plain, except that EAGLE drafts drop the last block.
+    """Return whether hits are plain, but that EAGLE drafts drop the last block.
 
     Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, with none of its exceptions.
     """
@@ -146,7 +143,7 @@ def peak_blocks(manager: Any, block_size: int) -> int:
 
 
 def boundary_blocks(coordinator: Any) -> list[int]:
-    """Return the number of blocks of each group that a hit needs at its end; 0 for all before it.
+    """Return the blocks of each group that a hit needs at its end; 0 for all before it.
 
     Source: vLLM 0.32 and 0.33, SlidingWindowManager._contiguous_blocks_for_hit.
     """
@@ -199,10 +196,7 @@ def reads_ends(coordinator: Any) -> list[bool]:
 
 
 def uncached_tokens(found: tuple[Any, ...]) -> int:
-    """Return the number of tokens behind a coordinator's hit of which it found full attention.
-
-    Prompts diverged there. vLLM 0.31 does not report them.
-    """
+    """Return the tokens of full attention behind a hit, where prompts diverged (not in 0.31)."""
     return int(found[2]) if len(found) > 2 else 0
 
 

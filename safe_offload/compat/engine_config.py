@@ -154,10 +154,7 @@ def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
 
 
 def num_steps_in_flight(vllm_config: VllmConfig) -> int:
-    """Return the number of steps that a busy engine has in flight.
-
-    Source: vLLM 0.32.0, `max_concurrent_batches` of v1/executor.
-    """
+    """Return the steps in flight of a busy engine (vLLM 0.32.0, `max_concurrent_batches`)."""
     num_stages: int = vllm_config.parallel_config.pipeline_parallel_size
     if not getattr(vllm_config.scheduler_config, "async_scheduling", False):
         return num_stages

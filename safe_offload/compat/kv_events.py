@@ -57,10 +57,7 @@ def event_groups(
 
 
 def block_stored(group: EventGroup, **fields: Any) -> BlockStored:
-    """Return vLLM's event for blocks that can be hit in host memory from now on.
-
-    Source: vLLM 0.31 to 0.33, SimpleCPUOffloadScheduler._process_store_completion.
-    """
+    """Return an event for new blocks, as SimpleCPUOffloadScheduler does (vLLM 0.31 to 0.33)."""
     return BlockStored(
         medium=EVENT_MEDIUM,
         group_idx=group.index,

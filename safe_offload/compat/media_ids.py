@@ -52,10 +52,7 @@ def wrap_hashes(inputs_class: Any) -> None:
 
 
 def wrap_requests(processor_class: Any) -> None:
-    """Let vLLM's InputProcessor prefix chosen ids that look like computed ones.
-
-    Where encoders run elsewhere (`ec_transfer_config`), ids stay as they are on both sides.
-    """
+    """Let vLLM's InputProcessor prefix chosen ids, unless encoders run elsewhere."""
 
     def around(process: Callable[..., Any], processor: Any, /, *args: Any, **kwargs: Any) -> Any:
         request = process(processor, *args, **kwargs)

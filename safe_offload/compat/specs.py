@@ -65,10 +65,7 @@ def hash_bytes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes of one GPU block over all layers of a rank.
-
-    All tensors lie in one allocation of `size` bytes. Source: vLLM 0.32.0, KVCacheTensor.
-    """
+    """Return the bytes of a block, all layers: one allocation (vLLM 0.32.0, KVCacheTensor)."""
     tensors = kv_cache_config.kv_cache_tensors
     size_bytes: int = max((t.size for t in tensors), default=0)
     return size_bytes // max(int(kv_cache_config.num_blocks), 1)

@@ -69,10 +69,7 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: object, key: object = "") -> str:
-    """Return a value of a setting `key` as written, shortened and without possible secrets.
-
-    Without `key`, the value is itself a name.
-    """
+    """Return a value of a setting, or a name, shortened and without possible secrets."""
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN
     if isinstance(value, str):

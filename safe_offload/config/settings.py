@@ -174,10 +174,7 @@ def read_settings(
 
 
 def size(maximum: int, *, num_ranks: int = 1, unit_bytes: int = 1) -> Kind:
-    """Return the kind of a number of bytes, with a minimum for each of `num_ranks`.
-
-    A number without a unit is in `unit_bytes`.
-    """
+    """Return the kind of a number of bytes, for `num_ranks`; `unit_bytes` of one without a unit."""
     minimum = MIN_SIZE_BYTES * num_ranks
     among = f" for {num_ranks} ranks" if num_ranks > 1 else ""
     fix = 'write a size with its unit, such as "{key}": "64GiB"'

@@ -141,10 +141,7 @@ def _require_spelling(written: Mapping[str, object]) -> None:
 
 
 def _require_module(path: object) -> None:
-    """Refuse a missing module, or another one of ours: vLLM would exit with a traceback.
-
-    Any other module may have a class of our name; vLLM imports it.
-    """
+    """Refuse a missing module, or another one of ours: vLLM would exit with a traceback."""
     if not isinstance(path, str) or path == CONNECTOR_MODULE:
         return
     with contextlib.suppress(ImportError, ValueError):

@@ -376,10 +376,7 @@ class Table:
     # ---- any slot ------------------------------------------------------------------------------
 
     def read(self, slots: Slots) -> list[tuple[int, int, int, int, bytes]]:
-        """Return slot, word, generation, group and hash of the slots that hold a block now.
-
-        Damaged entries, whose check differs, are left out and counted.
-        """
+        """Return slot, word, generation, group and hash of filled slots; count damaged ones."""
         words = self.words[slots]
         slots = slots[is_filled := (words & _FILLED != 0) & (self.bad[slots] == 0)]
         if not len(slots):
@@ -430,11 +427,7 @@ class Table:
 
 
 def make_file(path: Path, size_bytes: int, content: Mapping[int, bytes]) -> None:
-    """Create a file with all of its memory allocated; it gets its name once it is complete.
-
-    Args:
-        content: by offset; the rest is zeros.
-    """
+    """Create a file, named once all memory is allocated; `content` by offset, the rest zeros."""
     new = path.with_name(NEW)
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

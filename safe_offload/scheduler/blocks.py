@@ -175,10 +175,7 @@ class GpuBlocks:
         return self._keeps_blocks[group_idx]
 
     def num_tokens_kept(self, group_ids: Iterable[int]) -> int | None:
-        """Return the minimum number of tokens computed before a full block leaves its table.
-
-        None if blocks of these groups stay for as long as the request runs.
-        """
+        """Return the minimum of tokens until full blocks leave their table; None if they stay."""
         kept = None
         for group_idx in group_ids:
             if not self.keeps_blocks(group_idx):
@@ -225,10 +222,7 @@ class GpuBlocks:
         self._pool.evict_blocks(block_ids)
 
     def reuse_first(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Let vLLM allocate these free blocks first; until then, its prefix cache finds them.
-
-        As vLLM does with unhashed blocks (0.31 to 0.33, BlockPool.free_blocks).
-        """
+        """Let vLLM allocate these free blocks first (0.31 to 0.33, BlockPool.free_blocks)."""
         queue = self._pool.free_block_queue
         moved = list(blocks)
         for block in moved:
@@ -253,10 +247,7 @@ class GpuBlocks:
     def forget_blocks_of(
         self, tables: Iterable[Sequence[KVCacheBlock]], hashes: Collection[bytes]
     ) -> None:
-        """Remove the blocks of these tables that have one of these hashes from vLLM's cache.
-
-        The key of a large block is several hashes, joined; the last one counts.
-        """
+        """Remove blocks from vLLM's cache whose key ends with one of these hashes."""
         length = len(next(iter(hashes), b""))
         self.forget_hashes(
             {
@@ -267,10 +258,7 @@ class GpuBlocks:
         )
 
     def is_positional(self, group_idx: int) -> bool:
-        """Return whether block `i` of a table holds the i-th tokens (not for Mamba "align").
-
-        Source: SingleTypeKVCacheManager.has_positionally_stable_blocks.
-        """
+        """Return whether block `i` of a table holds the i-th tokens (not for Mamba "align")."""
         return bool(getattr(self._managers[group_idx], "has_positionally_stable_blocks", True))
 
     def block_tokens(self, group_idx: int) -> int:

@@ -41,10 +41,7 @@ NO_LIMITS = Limits()
 
 
 def read_limits(params: object) -> tuple[Limits, list[str]]:
-    """Return the valid limits of `kv_transfer_params`, and the problems with others; never raises.
-
-    These name keys and types, never a value: a client may have put its prompt there.
-    """
+    """Return the valid limits, and problems by key and type, never a value; never raises."""
     if params is None:
         return NO_LIMITS, []
     if not isinstance(params, dict):

@@ -339,10 +339,7 @@ class RequestBook:
         self._num_ended += 1
 
     def purge(self, gpu: GpuBlocks) -> None:
-        """Remove finished requests for which vLLM holds no blocks any more.
-
-        Of those held at earlier calls, a few are checked, in turn.
-        """
+        """Remove finished requests whose blocks vLLM has freed; check a few held ones in turn."""
         num_looks, self._num_ended = self._num_ended + HELD_LOOKS, 0
         for _ in range(min(len(self._held), num_looks)):
             state = self._held.popleft()

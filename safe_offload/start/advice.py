@@ -24,11 +24,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 def advise(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OffloadConfig, num_slots: int
 ) -> dict[str, str]:
-    """Log the set-up and probable mistakes; never raises.
-
-    Returns:
-        The set-up by the labels of `observe.metrics.INFO`; empty if it is not known.
-    """
+    """Log the set-up and probable mistakes; return labels of `observe.metrics.INFO`, if known."""
     try:
         transfer_config = vllm_config.kv_transfer_config
         pool = _Pool(vllm_config, kv_cache_config, num_slots)
@@ -128,10 +124,7 @@ def _advise_on_settings_without_effect(transfer_config: Any, config: OffloadConf
 
 
 def _advise_on_pool(pool: _Pool, config: OffloadConfig) -> None:
-    """Compare the pool with a request of `max_model_len` and with the GPU's own pool.
-
-    Lazy mode stores only what the GPU evicts, so there a pool smaller than the GPU's adds to it.
-    """
+    """Warn of a pool that is small for a request, or, if eager, for the GPU's own pool."""
     larger = []
     if pool.num_slots < pool.num_request:
         larger.append(

@@ -173,10 +173,7 @@ def _as_pydantic_says() -> Iterator[None]:
 
 
 def _check(check: Callable[[Any], Any], subject: Any) -> Any:
-    """Return the result of a check; None if the check itself fails.
-
-    vLLM configures engines with other connectors, or none, by the same functions.
-    """
+    """Return the result of a check; None if it fails itself: other connectors must start."""
     try:
         return check(subject)
     except ConfigError:

@@ -156,10 +156,7 @@ def _connectors_of(engine_core: Any) -> list[Any]:
 
 
 def _try_to_forget_embeddings(engine_core: Any) -> None:
-    """Reset the encoder cache, whose embeddings depend on the old weights.
-
-    vLLM does this itself in some of these calls only, and only in its workers.
-    """
+    """Reset the encoder cache, which vLLM does in its workers, in some of these calls only."""
     try:
         config = engine_core.vllm_config.model_config
         if config.is_multimodal_model and not engine_core.scheduler.has_unfinished_requests():

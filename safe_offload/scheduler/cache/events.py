@@ -125,10 +125,7 @@ class Origins:
     def find(
         self, hashes: Sequence[bytes], owners: Iterable[Described] = ()
     ) -> list[tuple[Request, int] | None]:
-        """Return for each hash its request and index there; None if no request has it.
-
-        `owners` are the requests of the hashes, as far as known.
-        """
+        """Return request and index there of each hash; `owners` are requests that may have it."""
         for state in owners:
             self.learn(state)
         found = list(map(self._find, hashes))
@@ -204,10 +201,7 @@ class KvEvents:
             self._origins.add(state)
 
     def learn(self, state: Described) -> None:
-        """Learn all hashes of a request whose blocks may be stored without naming it.
-
-        An ended request with the same hashes has removed their places.
-        """
+        """Learn all hashes of a request again: an ended one with the same has removed them."""
         self._origins.learn(state, first=0)
 
     def ended(self, state: Described) -> None:

@@ -212,10 +212,7 @@ class SlotPool:
         return self.quotas.num_grantable(self.num_empty, salt)
 
     def num_in_reach(self, salt: str | None) -> int:
-        """Return the number of slots that grants could take for a salt without any leases.
-
-        With tenants, one in reach is enough for a share.
-        """
+        """Return the slots that grants could take without leases; with tenants, all or none."""
         if self.quotas is None or self.num_empty or self.quotas.has_in_reach(salt):
             return self.num_usable
         return 0
@@ -333,10 +330,7 @@ class SlotPool:
         self._empty[:0] = range(first + count - 1, first - 1, -1)
 
     def lease(self, slots: Sequence[int]) -> None:
-        """Add one lease to each slot, given once; leased slots are not evicted.
-
-        Slots that another engine has overwritten are dropped from the directory.
-        """
+        """Add one lease to each slot, given once; forget those that another engine overwrote."""
         if self.source is None:
             self._references.add(slots)
         else:
@@ -427,10 +421,7 @@ class SlotPool:
         self._add_empty([slot for slot in slots if slot not in leased])
 
     def retire(self, slots: Iterable[int]) -> list[int]:
-        """Never grant these slots again: their memory is unreliable (I6); return the new ones.
-
-        Each gets a lease that is never released, and can be found until it is dropped.
-        """
+        """Lease unreliable slots for ever (I6); return those that were not retired before."""
         usable = (slot for slot in slots if 0 <= slot < self.num_usable)
         retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
         self._retired.update(retired)

@@ -122,10 +122,7 @@ class Boundaries:
         state.boundary = Boundary(num_computed_tokens, kept_boundary(state.request))
 
     def keep(self, state: RequestState, boundary: int, num_computed_tokens: int = 0) -> bool:
-        """Move the boundary of a request, unless that would displace vLLM's own.
-
-        Returns whether it is at that position now.
-        """
+        """Move a boundary, unless that displaces vLLM's own; return whether it is there now."""
         num_found, own, moved = state.boundary or NOWHERE
         reach = boundary + self._num_step_tokens + self._span
         if num_computed_tokens < own < reach:

@@ -31,10 +31,7 @@ NO_SLOT = -1
 
 
 def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
-    """Return the items whose marker at the same index is not `null`.
-
-    A window leaves thousands of nulls at the head and none after it, so that case comes first.
-    """
+    """Return the items whose marker is not `null`; in most cases, all nulls are at the head."""
     num_nulls = markers.count(null)
     if num_nulls and null in markers[num_nulls:]:
         return [item for item, marker in zip(items, markers, strict=True) if marker != null]
@@ -343,10 +340,7 @@ class HostHits:
         return found
 
     def _read_at(self, request: Request, end: int) -> list[int] | None:
-        """Return the windows and states that a hit with this last block reads.
-
-        None if the host lacks them, or the last block of full attention.
-        """
+        """Return the windows and states that a hit with this end reads; None without one."""
         read: list[Any] = []
         for group_idx, num_skipped in self._skips:
             size = self.geometry.group_block_sizes[group_idx]
@@ -363,10 +357,7 @@ class HostHits:
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
     ) -> bool:
-        """Return whether `find_hit` would find a leased hit again, so that no search is needed.
-
-        vLLM asks in every step for a request at the head of the queue.
-        """
+        """Return whether a search would find a leased hit again; vLLM asks in every step."""
         if hit.num_computed_tokens != num_computed_tokens:
             return False
         if hit.end_max != end_max:

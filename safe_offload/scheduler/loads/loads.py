@@ -128,10 +128,7 @@ class Loads:
     # ---- hits ----------------------------------------------------------------------------------
 
     def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
-        """Find and lease the longest hit of a waiting request (I1), and return its tokens.
-
-        None while it waits for loads of other requests (see `shared_loads`).
-        """
+        """Lease the longest hit of a waiting request (I1); return its tokens, None to wait."""
         request, progress = state.request, state.load
         wait = progress.wait
         was_put_off = wait.is_put_off
@@ -298,10 +295,7 @@ class Loads:
         num_tokens_max: int,
         now_s: float,
     ) -> bool:
-        """Return whether another's load is expected to be faster than computing its tokens.
-
-        `num_tokens_max` is how many the request can use after those that the GPU has.
-        """
+        """Return whether another's load is expected to be faster than computing its tokens."""
         num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
         num_left = request.num_tokens - num_computed_tokens - num_tokens
@@ -534,10 +528,7 @@ class Loads:
             self._counters[Count.GIVEN_UP_REQUESTS] += 1
 
     def give_up(self, book: Iterable[RequestState]) -> None:
-        """After an internal error, fail the loads that no worker copies; others continue.
-
-        The load states of the requests in the book are rebuilt.
-        """
+        """After an internal error, fail the loads that no worker copies; mend all requests."""
         for load in self.of_step:
             load.fail()
             self.unloaded += load.transfer.block_ids

@@ -129,10 +129,7 @@ class SharedLoads:
                 del self._loads[block_hash]
 
     def go_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> None:
-        """End a request's wait for a load that adds nothing, or has taken too long.
-
-        `num_computed_tokens` are those that the GPU's prefix cache has.
-        """
+        """End a request's wait for a load that adds nothing to the GPU, or takes too long."""
         load = wait.load
         assert load is not None
         wait.waited_s += now_s - wait.asked_s
@@ -215,10 +212,7 @@ class SharedLoads:
 
 
 def _has_block(load: Load, hashes: Sequence[bytes], place: int) -> bool:
-    """Return whether a load includes this block of a request.
-
-    Hashes are chained: an equal one implies equal ones before it.
-    """
+    """Return whether a load includes a block; an equal hash implies equal ones before it."""
     is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
     return is_brought and load.hashes[place] == hashes[place]
 

@@ -133,10 +133,7 @@ class NodeLots:
         self._marked.update(slots)
 
     def _drop_changed(self, lot: int) -> Slots:
-        """Remove what has changed in another engine's lot from the directory; return these slots.
-
-        Slots where this engine is a guest have not changed, even if their owner unpublished them.
-        """
+        """Drop changed slots of another engine's lot, unless leased here; return these slots."""
         slots, table = self.table.range_of(lot), self.table
         part = slice(slots.start, min(slots.stop, self._pool.num_usable))
         is_changed = table.words[part] != self._seen[part]

@@ -291,10 +291,7 @@ class EagerStores(StorePolicy):
     def _look(
         self, request: Request, blocks: list[KVCacheBlock], first: int, missing: BlockSet
     ) -> list[int]:
-        """Add the blocks of a table from `first` on that the host lacks to `missing`.
-
-        Returns the host slots that hold the others.
-        """
+        """Add the blocks that the host lacks to `missing`; return the slots of the others."""
         group_idx = missing.group_idx
         hash_objects: list[Any] = hashes_of(blocks)
         is_whole = all(hash_objects)

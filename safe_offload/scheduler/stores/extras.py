@@ -58,10 +58,7 @@ class Extras:
         return f"Extras({len(self._waiting)} blocks stay)"
 
     def look(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Record the newly hashed blocks of a running request, and move its boundary.
-
-        `num_computed_tokens` includes the step that is planned.
-        """
+        """Record newly hashed blocks, up to the step that is planned, and move the boundary."""
         held = state.extras
         if held is None:  # it begins to run
             held = state.extras = deque()

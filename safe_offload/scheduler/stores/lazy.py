@@ -121,10 +121,7 @@ class LazyStores(StorePolicy):
         self._forget_given()
 
     def forget_uncomputed(self, state: RequestState) -> set[bytes]:
-        """Also forget them where vLLM has reallocated blocks that it hashed in this step.
-
-        A Mamba state to be copied has an earlier hash, so each block counts once.
-        """
+        """Also forget blocks that vLLM has hashed and reallocated in this step."""
         uncomputed = super().forget_uncomputed(state)
         length = len(next(iter(uncomputed), b""))
         given, seen = list(zip(self._given, self._given_hashes, strict=True)), set[int]()

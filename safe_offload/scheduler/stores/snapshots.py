@@ -45,10 +45,7 @@ class Snapshot:
         return self.num_blocks is None and self.num_prompt_tokens == request.num_prompt_tokens
 
     def num_computed(self, request: Request, block_size: int) -> int:
-        """Return the number of leading blocks computed before the step that is planned.
-
-        The last output token came from a step that computed all tokens before it.
-        """
+        """Return the leading blocks computed before this step; see `StoreSchedule.num_computed`."""
         if self.num_blocks is not None:
             return self.num_blocks
         if request.num_prompt_tokens != self.num_prompt_tokens:

@@ -359,10 +359,7 @@ class Stores:
         self._return_slots(part)
 
     def give_up(self, book: Iterable[RequestState]) -> None:
-        """After an internal error, publish nothing and drop each store that no worker copies.
-
-        The requests in the book lose their prefixes.
-        """
+        """After an internal error, publish nothing, and drop prefixes and stores of no worker."""
         gone = [*self._exposed, *self._intact]
         for store in self.ledger.give_up():
             self._unfenced.pop(store.transfer_id, None)

@@ -148,10 +148,7 @@ class Spills:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     def plan(self, generation: str, now_s: float) -> tuple[TierTransfer, ...]:
-        """Return the new spills of this step.
-
-        While a spill is in flight, another one starts only at full size, to keep spills few.
-        """
+        """Return new spills; while one is in flight, another starts at full size only."""
         self._now_s = now_s
         if self._hit_only and self._loads.new:
             self._look_at_hits()

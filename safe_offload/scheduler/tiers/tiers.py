@@ -211,10 +211,7 @@ class Tiers:
         self.spills.forget()
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
-        """Use only objects of this engine, because a rank cannot identify its weights.
-
-        Without a generation, such a rank finds and writes nothing.
-        """
+        """Use only objects of this engine, because a rank cannot identify its weights."""
         if not self.generation.name:
             self.stop()
             self.generation.stand_alone(doubts)
