@@ -64,17 +64,6 @@ class Directory:
 
     Args:
         events: notified of stores that begin, and of blocks published and removed; None without.
-
-    Attributes:
-        tables: by group, slots by block hash: published ones and those being stored. Read only.
-        hashes: by slot, its hash in the tables, or None. Read only.
-        num_held: number of slots with a hash. Read only.
-        being_stored: slots that are not published yet. Read only.
-        version: changes whenever a slot is published or removed.
-        num_forgets: number of times that slots were dropped which may be leased.
-        epoch: number of resets; a store of an earlier epoch is not published.
-        private: hashes that do not cover all inputs of their blocks, so that only this engine may
-            use these; `PrivateBlocks` changes it.
     """
 
     def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
@@ -82,17 +71,23 @@ class Directory:
         self._on_publish: Callable[[Sequence[int]], None] | None = None
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
+        # Others only read: `tables` has the slots by hash of each group, also those being stored,
+        # and `hashes` the hash of each slot.
         make = dict if num_slots < SPLIT_FROM else SplitTable
         self.tables = tuple[MutableMapping[bytes, int], ...](make() for _ in range(num_groups))
         self.hashes: list[bytes | None] = [None] * num_slots
-        self.num_held = 0
-        self.version = self.num_forgets = self.epoch = 0
+        self.num_held = 0  # slots with a hash
+        self.version = 0  # changes whenever a slot is published or removed
+        self.num_forgets = 0  # times that slots were dropped which may be leased
+        self.epoch = 0  # number of resets; a store of an earlier epoch is not published
         self._groups = bytearray(num_slots)
         self.group_of = self._groups.__getitem__
         """Returns the KV cache group of what a slot holds."""
         self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
-        self.being_stored: set[int] = set()
+        self.being_stored: set[int] = set()  # slots that are not published yet
+        # Hashes that do not cover all inputs of their blocks, so that only this engine may use
+        # these; `PrivateBlocks` changes it.
         self.private: set[bytes] = set()
 
     def begin_store(

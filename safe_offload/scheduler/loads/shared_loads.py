@@ -46,26 +46,16 @@ there may be as many as requests."""
 
 
 class Wait:
-    """The waits of a request for loads of others; only this file changes it.
+    """The waits of a request for loads of others; only this file changes it."""
 
-    Attributes:
-        load: the one that it waits for now.
-        is_called_off: the host cache was reset meanwhile.
-        asked_s: when vLLM last asked, while it waits.
-        waited_s: over its whole life, up to `asked_s`.
-        newest_id: of the loads that it has waited for.
-        num_computed_tokens: tokens on the GPU when its present wait began.
-        stuck_at: tokens on the GPU when a load landed without adding any; -1 for none.
-        is_put_off: it waits because loads of others hold too many blocks for its own.
-    """
-
-    load: Load | None = None
-    is_called_off = False
-    asked_s = waited_s = 0.0
-    newest_id = -1
-    num_computed_tokens = 0
-    stuck_at = -1
-    is_put_off = False
+    load: Load | None = None  # the one that it waits for now
+    is_called_off = False  # the host cache was reset meanwhile
+    asked_s = 0.0  # when vLLM last asked, while it waits
+    waited_s = 0.0  # over its whole life, up to `asked_s`
+    newest_id = -1  # of the loads that it has waited for
+    num_computed_tokens = 0  # tokens on the GPU when its present wait began
+    stuck_at = -1  # tokens on the GPU when a load landed without adding any; -1 for none
+    is_put_off = False  # it waits because loads of others hold too many blocks for its own
 
     def begin(self, load: Load, num_computed_tokens: int, now_s: float) -> None:
         """Its request waits for a load from now on."""

@@ -14,14 +14,11 @@ class Generation:
 
     Args:
         has_model_version: the operator has configured a version of the weights.
-
-    Attributes:
-        name: in each message, used by no other process; empty while objects are shared with other
-            engines and later starts.
     """
 
     def __init__(self, *, has_model_version: bool) -> None:
         self._has_model_version = has_model_version
+        # In each message; empty while objects are shared with other engines and later starts.
         self.name = ""
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
