@@ -2,9 +2,8 @@
 
 By default, vLLM hashes the windows and Mamba states that a hit at the end of a prompt needs, and
 those at one earlier boundary, `Request.shared_prefix_boundary`: where prompts diverge on the GPU.
-Hashed blocks are stored on the host, which knows more prompts and has more room. So this module
-moves the boundary of a request: to where it diverges from prompts that the host has or that are
-being served, to the end of its load, and, without such knowledge, from position to position through
+This module moves it: to where a prompt diverges from those that the host has or that are being
+served, to the end of its load, and, without such knowledge, from position to position through
 prompt and output.
 """
 

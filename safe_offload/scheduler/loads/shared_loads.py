@@ -1,11 +1,10 @@
 """Shared loads: requests wait for another request's load instead of loading the same blocks again.
 
-Requests with one prefix often arrive together: several outputs for one prompt, agents, users with
-one system prompt. If each loaded its own copy before the first load has landed, all copies would
-hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's scheduler asks again in its next
-step, continues with the requests after them, and adds the loaded blocks to its own prefix cache
-before it asks. (vLLM 0.32.0, Scheduler.schedule considers requests that hold blocks for a load
-first; _update_waiting_for_remote_kv caches the blocks of each group.)
+Requests with one prefix often arrive together. If each loaded its own copy before the first load
+has landed, all copies would hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's
+scheduler asks again in its next step, continues with the requests after them, and adds the loaded
+blocks to its own prefix cache before it asks. (vLLM 0.32.0, Scheduler.schedule considers requests
+that hold blocks for a load first; _update_waiting_for_remote_kv caches the blocks of each group.)
 
 What bounds the wait (docs/guarantees.md: H5):
 

@@ -1,13 +1,10 @@
 """Eager stores: blocks are stored as soon as requests have computed them.
 
 A block is stored if vLLM has hashed it for its own prefix cache (so it is full, and its tokens are
-known) and its bytes are complete when the store reads them.
-
-vLLM hashes the blocks of a step while it schedules the step, but every hashed block of a request
-*scheduled in this step* is computed by its forward pass, and a store after the forward pass reads
-it later. So a block of a prompt is stored in the step that computes it; one step later, a sliding
-window may have passed it. Output blocks are collected every few steps (`schedule.py`), and from the
-block table of a preempted request (`snapshots.py`).
+known). vLLM does so while it schedules the step whose forward pass computes the block, and a store
+after the forward pass reads it later. So a block of a prompt is stored in the step that computes
+it; one step later, a sliding window may have passed it. Output blocks are collected every few steps
+(`schedule.py`), and from the block table of a preempted request (`snapshots.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Blocks that vLLM has hashed for the connector only: vLLM reuses them before its own.
+"""Blocks that vLLM has hashed for the connector only: vLLM reuses them before its own (I15).
 
-Where `boundaries.py` has moved a boundary, vLLM hashes more blocks of sliding windows and Mamba
-states than its own hits need. In its free queue, these would displace blocks that the GPU would
-have without the connector. So once they are free and stored, they move to the head of the queue.
-While the queue starts with unhashed blocks, they may stay, and the GPU has more hits than without
-the connector.
+Where `boundaries.py` has moved a boundary, vLLM hashes more blocks than its own hits need. In its
+free queue, these would displace blocks that the GPU would have without the connector. So once they
+are free and stored, they move to the head of the queue, unless that starts with unhashed blocks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Lookups: what each request waits for from tiers, and for how long.
+"""Lookups: what each request waits for from tiers, and for how long (docs/guarantees.md: I9).
 
-The wait limit (docs/guarantees.md: I9):
-
-- A request waits at most `wait_s` seconds over its whole life, for all lookups together.
-- Once compute time is known, a stalled tier delays it by at most a tenth of that
-  (`TierCosts.wait_max_s`).
-- At the limit, it continues with the blocks that the host has by then. It starts another lookup
-  only after it has run and was preempted.
+At the limit (`_wait_limit_s`), a request continues with the blocks that the host has by then. It
+starts another lookup only after it has run and was preempted.
 """
 
 from __future__ import annotations

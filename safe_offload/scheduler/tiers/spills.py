@@ -5,10 +5,9 @@ has evicted it, it is dropped and counted. So the queue is no longer than the po
 nothing. Few spills of bounded size are in flight, and lease their slots until all ranks have read
 them.
 
-By default, all stored blocks are spilled. If tiers take evicted blocks only, the next victims are
-checked while free slots are few. If they take blocks with hits only, the whole prefix of each load
-is checked, since its end is useless without its head. Blocks fetched from a tier are spilled at
-once to the nearer tiers that keep copies.
+If tiers take evicted blocks only, the next victims are checked while free slots are few; if blocks
+with hits only, the whole prefix of each load, since its end is useless without its head. Blocks
+fetched from a tier are spilled at once to the nearer tiers that keep copies.
 
 A failed write is retried in the tier that failed (`retries.py`). A refused one is not: it would
 evict other engines' objects, or be refused again.

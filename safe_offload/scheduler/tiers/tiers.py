@@ -1,12 +1,7 @@
 """Tiers beside the scheduler: lookups, fetches and spills, and their results.
 
-A tier only feeds the host cache. What it has of a request is brought into host slots before vLLM
-learns of a hit, which is then an ordinary hit of host memory:
-
-1. The blocks of a new request that the host lacks are looked up (`lookups.py`).
-2. When all ranks have answered, vLLM's own hit rules tell how far host and tiers together could
-   bring it (`tiered_hits.py`). If that pays, it is fetched (`promotions.py`).
-3. Meanwhile the request waits. Blocks that have arrived are published (`fetches.py`).
+A tier only feeds the host cache: what it has of a request is brought into host slots before vLLM
+learns of a hit, which is then an ordinary hit of host memory (docs/architecture.md).
 """
 
 from __future__ import annotations

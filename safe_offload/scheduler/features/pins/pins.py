@@ -1,13 +1,13 @@
 """Pins: prompts that stay on the host for a time after their last use, at a client's request.
 
 A pin leases the blocks of a hit at the end of its prompt and, if the host has them, of a hit at the
-end of its output. A block may be pinned while it is being stored. All pins together hold at most a
-share of the slots; of a prompt without enough room, the head is pinned. Shared prefixes are leased
-once: slots form a tree, as prompts do, so adding or removing a pin only touches its own part.
+end of its output, also while they are being stored. All pins together hold at most a share of the
+slots; of a prompt without enough room, the head is pinned. Shared prefixes are leased once: slots
+form a tree, as prompts do, so adding or removing a pin only touches its own part.
 
-A request uses a pin if its prompt starts with the pinned prefix. The time of a pin restarts when
-the last request that uses it has ended. The clock is the time of the last plan: nothing is evicted
-before the next one, and a busy engine plans in every step.
+The time of a pin restarts when the last request that starts with its prefix has ended. The clock is
+the time of the last plan: nothing is evicted before the next one, and a busy engine plans in every
+step.
 """
 
 from __future__ import annotations
