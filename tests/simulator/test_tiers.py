@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from safe_offload.scheduler.tiers.generation import Generation
+from safe_offload.scheduler.tiers.tiers import Tiers
 from safe_offload.tiers.base import Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
@@ -154,7 +154,7 @@ def test_each_event_happens_to_one_engine_and_an_abort_to_that_of_its_request():
 
 def test_what_an_engine_with_other_weights_has_written_is_noticed(monkeypatch):
     """After a reset of one engine the other one would find what it writes from then on."""
-    monkeypatch.setattr(Generation, "reset", lambda *_, **__: None)
+    monkeypatch.setattr(Tiers, "reset", lambda tiers, **_: tiers.stop())
     findings = findings_of(shared_profile(num_resets=8), range(6))
     assert findings
     assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings

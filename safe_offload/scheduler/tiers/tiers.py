@@ -6,7 +6,9 @@ learns of a hit, which is then an ordinary hit of host memory (docs/architecture
 
 from __future__ import annotations
 
+import logging
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +16,6 @@ from safe_offload.observe.counters import FETCH_S, PROBE_S, Count
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.pending import Fetch, FetchBatch, Load, Spill, Store
 from safe_offload.scheduler.tiers.fetches import Fetches
-from safe_offload.scheduler.tiers.generation import Generation
 from safe_offload.scheduler.tiers.lookups import LookUps
 from safe_offload.scheduler.tiers.probes import PendingProbe, Probes
 from safe_offload.scheduler.tiers.promotions import Promotions
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.context import TierContext
     from safe_offload.scheduler.tiers.tiered_hits import TieredHits
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 STUCK_FACTOR = 2
 """Time limits of a tier without a report, until an idle engine stops stepping for it."""
@@ -58,7 +61,9 @@ class Tiers:
         self._slot_bytes = context.slot_bytes
         self._hash_block_size = context.hits.geometry.hash_block_size
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
-        self.generation = Generation(has_model_version=bool(configs[0].model_version))
+        self._has_model_version = bool(configs[0].model_version)
+        # In each message: it identifies the weights, if objects are not shared with others.
+        self.generation = ""
         self.costs = TierCosts(context.costs, len(configs))
         self.probes = Probes(context)
         self.fetches = Fetches(context)
@@ -115,7 +120,7 @@ class Tiers:
         """
         if self._answered or self._fetched:
             self._measure(now_s)
-        generation = self.generation.name
+        generation = self.generation
         fetches: tuple[TierTransfer, ...] = ()
         if self.lookups.wanting:
             self._promotions.begin(generation)
@@ -207,17 +212,32 @@ class Tiers:
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
         """Use only objects of this engine, because a rank cannot identify its weights."""
-        if not self.generation.name:
+        if not self.generation:
             self.stop()
-            self.generation.stand_alone(doubts)
+            self.generation = secrets.token_hex()
+            logger.warning(
+                "Tiers are neither shared with other engines nor reused after a restart: %s. If "
+                'the weights are the same in every process, set "model_version" in each tier, and '
+                "change it whenever they change. Model files must not change while an engine "
+                "starts.",
+                " and ".join(doubts),
+            )
 
     def reset(self, *, is_vouched_for: bool) -> None:
-        """End the use of present objects, which may be of other weights; see `Generation`.
+        """End the use of present objects, which may be of other weights.
 
         A `model_version` also applies to weights that the operator has changed since the start.
         """
         self.stop()
-        self.generation.reset(is_vouched_for=is_vouched_for)
+        if is_vouched_for and self._has_model_version:
+            return
+        if not self.generation:
+            logger.info(
+                "The weights may have changed with the reset, so this engine stops reading the "
+                "present objects of its tiers and sharing new ones. To keep them across resets, "
+                "set the tier's model_version."
+            )
+        self.generation = secrets.token_hex()
 
     def give_up(self) -> None:
         """After an internal error, keep only the transfers that workers copy."""
