@@ -268,22 +268,14 @@ class OffloadConfig:
         elif "tiers" not in written:
             found = other_connectors.directories(written)
             values["tiers"] = tuple(map(_directory_tier, found))
-        if values.get("sharing") is not None:
-            _refuse_beside_sharing(values)
+        if values.get("sharing") is not None and values.get("tenants"):
+            problem = '"tenants" is also set, and a pool guarantees slots to engines, not to salts'
+            refuse("share", "node", problem, "one of the two", 'remove "share", or "tenants"')
         return cls(**values, world_size=world_size)
 
 
 SETTINGS: Final = settings_of(OffloadConfig)
 VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
-
-
-def _refuse_beside_sharing(values: Mapping[str, Any]) -> None:
-    """Refuse tenants beside a shared pool, which guarantees slots to engines, not to salts."""
-    if values.get("tenants"):
-        problem = (
-            '"tenants" is also set, and engines of a pool do not tell each other whose a slot is'
-        )
-        refuse("share", "node", problem, "one of the two", 'remove "share", or "tenants"')
 
 
 def _directory_tier(written: other_connectors.Directory) -> TierConfig:

@@ -39,7 +39,6 @@ class _Tiers(Kind):
         self.allowed = 'a list of mappings, each with a "url"'
 
     def read(self, key: str, value: object) -> tuple[TierConfig, ...]:
-        """See `Kind`."""
         allowed = f"a list of 0 to {MAX_TIERS} mappings, the nearest tier first"
         fix = f'write "{key}": {_EXAMPLE}, or leave it out'
         if not isinstance(value, list | tuple):

@@ -167,7 +167,6 @@ class FileConfig(TierConfig):
     tenants_path: str = dataclasses.field(default="", repr=False)
 
     def of_rank(self, world_size: int, tenants_path: str) -> FileConfig:
-        """See `TierConfig`."""
         return dataclasses.replace(self, tenants_path=tenants_path)
 
     @property

@@ -48,7 +48,7 @@ class SlotSource(Protocol):
         """Return all slots that are own."""
 
     def visit(self, slots: Sequence[int]) -> Sequence[int]:
-        """Keep other engines from overwriting slots that get a lease; forget those that they have.
+        """Guard slots that get a lease against other engines; forget those that they overwrote.
 
         Returns:
             The slots without those that were parked, whose lease becomes the caller's.

@@ -87,8 +87,6 @@ class LoadProgress:
 class Loads:
     """Hits, loads that are planned or in flight, and failures to be announced.
 
-    Its state includes `RequestState.load`.
-
     Bound: the requests that vLLM has.
     """
 

@@ -34,9 +34,7 @@ _UNSEEN = np.iinfo(np.uint64).max
 
 
 class NodeLots:
-    """This engine's lots in a table that it has joined, and what it finds in those of others.
-
-    It is the `SlotSource` of a pool.
+    """The `SlotSource` of this engine's lots in a table that it has joined.
 
     Bound: an entry for each slot.
     """
@@ -68,7 +66,6 @@ class NodeLots:
         return min(self._pool.num_usable, len(self._lots) * self.table.lot_slots)
 
     def look_again(self) -> None:
-        """See `SlotSource`; `sync` looks at all lots."""
         self._versions[:] = _UNSEEN
 
     # ---- what others do ------------------------------------------------------------------------
@@ -204,7 +201,7 @@ class NodeLots:
     # ---- grants --------------------------------------------------------------------------------
 
     def grant(self, count: int) -> list[int]:
-        """See `SlotPool`; slots that guests read are skipped."""
+        """Take slots of this engine's lots that no guest reads."""
         table, pool = self.table, self._pool
         if not table.is_awake or count <= 0:
             return []
@@ -318,15 +315,12 @@ class NodeLots:
     # ---- leases --------------------------------------------------------------------------------
 
     def own(self, slots: Iterable[int]) -> Sequence[int]:
-        """See `SlotSource`; those of this engine's lots."""
         return list(filter(self._is_own.__getitem__, slots))
 
     def all_own(self) -> Iterator[int]:
-        """See `SlotSource`."""
         return chain.from_iterable(map(self.table.range_of, sorted(self._lots)))
 
     def visit(self, slots: Sequence[int]) -> Sequence[int]:
-        """See `SlotSource`; marks slots of other engines."""
         foreign = filterfalse(self._is_own.__getitem__, slots)
         new = list(filterfalse(self._marked.__contains__, foreign))
         if new:
@@ -347,7 +341,6 @@ class NodeLots:
         return slots
 
     def leave(self, slots: Sequence[int]) -> None:
-        """See `SlotSource`."""
         left = list(filter(self._marked.__contains__, slots))
         if left:
             self.table.leave(array := _array(left))
@@ -356,22 +349,18 @@ class NodeLots:
             self._versions[changed // self.table.lot_slots] = _UNSEEN
 
     def unpublish(self, slots: Sequence[int]) -> None:
-        """See `SlotSource`."""
         if slots and self.table.is_awake:
             self._retract(slots)
 
     def renew(self) -> None:
-        """See `SlotSource`; what others have stored so far has another generation, too."""
         self.generation = _new_number()
         self.secret = _new_number()
 
     def condemn(self, slots: Sequence[int]) -> None:
-        """See `SlotSource`."""
         if slots:
             self.table.condemn(_array(slots))
 
     def check_invariants(self, leased: Set[int]) -> None:
-        """See `SlotSource`; and the table has the lots of this engine that it knows."""
         table = self.table
         if table.is_awake and self._lots != set(table.own_lots()):
             raise InvariantError("I8", "the table has other lots of this engine than it knows")

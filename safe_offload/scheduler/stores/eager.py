@@ -52,8 +52,6 @@ class EagerProgress:
 class EagerStores(StorePolicy):
     """A `StorePolicy` that stores blocks as soon as requests have computed them.
 
-    Its own state: `RequestState.eager`.
-
     Bound: an entry for each KV cache group.
     """
 

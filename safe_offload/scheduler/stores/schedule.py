@@ -26,7 +26,7 @@ class StoreSchedule:
     """Running requests by the step of their next check.
 
     A late check loses nothing but time: computed blocks are found at the next check, at a
-    preemption, or at the end. Its state includes `RequestState.is_decoding` and `.num_computed`.
+    preemption, or at the end.
 
     Bound: the requests that vLLM has; ended ones remain until their step.
 
@@ -37,10 +37,6 @@ class StoreSchedule:
             None if blocks never do. It limits the distance of checks.
         is_lazy: no block is stored while its request runs.
         extras: blocks that vLLM hashes for the connector, whose boundaries move; None for none.
-
-    Attributes:
-        num_steps_between: decoding requests are checked in steps that are multiples of this; 0 for
-            the first check only.
     """
 
     def __init__(
@@ -55,6 +51,7 @@ class StoreSchedule:
         self._block_size = math.gcd(*block_sizes)
         self._extras = extras
         self._num_decode_tokens_max = num_decode_tokens_max
+        # Decoding requests are checked in steps that are multiples of this; 0: at first only.
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
         if not is_lazy and num_tokens_kept is not None:
             # Half of it, because scheduling is ahead of what is known.

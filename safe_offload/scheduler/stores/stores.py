@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 class Stores:
     """Pending stores, stores in flight, and the prefixes that they extend.
 
-    Its state includes `RequestState.prefix`, `.loaded`, `.num_parts` and `.left_over`.
-
     Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
 
     Args:
