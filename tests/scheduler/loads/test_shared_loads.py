@@ -729,7 +729,8 @@ def test_of_many_loads_of_one_block_a_few_are_looked_at():
     request: Any = SimpleNamespace(block_hashes=[b"0"])
     for transfer_id in range(shared_loads.LOOKS_MAX + 1):
         shared.begin(a_load(transfer_id, 0, 1))
-    wait = Wait(newest_id=shared_loads.LOOKS_MAX - 2)
+    wait = Wait()
+    wait.newest_id = shared_loads.LOOKS_MAX - 2
     assert shared.find(wait, request, 0) is not None
-    wait = Wait(newest_id=shared_loads.LOOKS_MAX - 1)
+    wait.newest_id = shared_loads.LOOKS_MAX - 1
     assert shared.find(wait, request, 0) is None
