@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,15 +92,19 @@ class Hooks:
     """
 
     def __init__(self, features: Sequence[Feature]) -> None:
-        def defining(hook: Callable[..., object]) -> list[Feature]:
-            return [f for f in features if getattr(type(f), hook.__name__) is not hook]
-
-        self.on_new_request = defining(Feature.on_new_request)
-        self.on_match = defining(Feature.on_match)
-        self.on_scheduled = defining(Feature.on_scheduled)
-        self.on_request_finished = defining(Feature.on_request_finished)
-        self.on_step = defining(Feature.on_step)
-        self.on_step_planned = defining(Feature.on_step_planned)
-        self.on_report = defining(Feature.on_report)
-        self.on_settled = defining(Feature.on_settled)
-        self.has_work = defining(Feature.has_work)
+        own = Feature
+        self.on_new_request = [
+            f for f in features if type(f).on_new_request is not own.on_new_request
+        ]
+        self.on_match = [f for f in features if type(f).on_match is not own.on_match]
+        self.on_scheduled = [f for f in features if type(f).on_scheduled is not own.on_scheduled]
+        self.on_request_finished = [
+            f for f in features if type(f).on_request_finished is not own.on_request_finished
+        ]
+        self.on_step = [f for f in features if type(f).on_step is not own.on_step]
+        self.on_step_planned = [
+            f for f in features if type(f).on_step_planned is not own.on_step_planned
+        ]
+        self.on_report = [f for f in features if type(f).on_report is not own.on_report]
+        self.on_settled = [f for f in features if type(f).on_settled is not own.on_settled]
+        self.has_work = [f for f in features if type(f).has_work is not own.has_work]
