@@ -13,16 +13,15 @@ from safe_offload.config.settings import Setting
 from safe_offload.config.tiers import COMMON, OWN, URL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
-HEAD = "| key | default | allowed | what it does |\n|---|---|---|---|\n"
+HEAD = "| key | default | what it does |\n|---|---|---|\n"
 SHORT = {
-    ', such as "64GiB";': ",",  # explained below the table
     "an integer from ": "",
     "a number from ": "",
-    "true or false": "boolean",
-    "the absolute path of a file": "an absolute path",
-    "the absolute path of a directory": "an absolute path",
+    "seconds, more than 0 and ": "",
 }
 """What a table says shorter than a message."""
+BELOW = ("a size, ", "a string", "true or false", "the absolute path of ", "a list of mappings")
+"""How the allowed values begin that are explained below the first table, or by a link."""
 TABLE = re.compile(rf"^{re.escape(HEAD)}(?:\|.*\n)*", re.MULTILINE)
 
 
@@ -42,12 +41,21 @@ def _table(settings: Iterable[Setting]) -> str:
     rows = HEAD
     for row in settings:
         default = "" if row.default is None else f"`{json.dumps(row.default)}`"
-        allowed = row.kind.allowed
-        for long, short in SHORT.items():
-            allowed = allowed.replace(long, short)
-        allowed = re.sub(r'"[^"]+"', lambda quoted: f"`{quoted[0]}`", allowed)
-        rows += f"| `{row.key}` | {default} | {allowed} | {row.help} |\n"
+        rows += f"| `{row.key}` | {default} | {row.help}{_allowed(row)} |\n"
     return rows
+
+
+def _allowed(row: Setting) -> str:
+    """Return a sentence with the allowed values, if neither the page nor `help` names them all."""
+    allowed = row.kind.allowed
+    choices = re.findall(r'"([^"]+)"', allowed)
+    is_named = [f"`{choice}`" in row.help or choice == row.default for choice in choices]
+    if allowed.startswith(BELOW) or (choices and all(is_named)):
+        return ""
+    for long, short in SHORT.items():
+        allowed = allowed.replace(long, short)
+    allowed = re.sub(r'"[^"]+"', lambda quoted: f"`{quoted[0]}`", allowed)
+    return f" Allowed: {allowed}."
 
 
 if __name__ == "__main__":

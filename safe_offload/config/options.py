@@ -91,8 +91,8 @@ class OffloadConfig:
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, other_connectors.POLICIES),
         "returns",
-        "Eviction order: least likely to be reused soon (`returns`, which does not admit blocks "
-        "worth less than their victims) or least recently used (`lru`).",
+        "Evict first what is least likely to be reused soon (`returns`) or least recently used "
+        "(`lru`).",
     )
     pin_share: float = setting(
         share(MAX_PIN_SHARE), 0, "Fraction of host memory that requests may pin."
@@ -130,14 +130,13 @@ class OffloadConfig:
     copy_path: str = setting(
         choice(["auto", "batch", "kernel", "each"]),
         "auto",
-        "How a GPU copies: one batched driver call, one kernel launch, or one call per range; "
-        "`auto` picks the faster in the self-test.",
+        "How a GPU copies ranges: in one driver call (`batch`), in one kernel launch (`kernel`), "
+        "one by one (`each`), or by the faster of the first two in the self-test (`auto`).",
     )
     enable_cross_layers_blocks: bool = setting(
         switch(),
         False,
-        "Ask vLLM for a layout that keeps all layers of a block contiguous, if the attention "
-        "backend supports it.",
+        "Ask vLLM to keep all layers of a block contiguous, if the attention backend supports it.",
     )
     self_test: bool = setting(
         choice(["on", "off"], {"on": True, "off": False}),
@@ -148,13 +147,14 @@ class OffloadConfig:
     transfer_timeout_s: float = setting(
         seconds(MAX_TRANSFER_TIMEOUT_S),
         DEFAULT_TRANSFER_TIMEOUT_S,
-        "Start deadline of a transfer; past it, the transfer fails and its tokens are recomputed.",
+        "Deadline for a transfer to start; past it, the transfer fails and its tokens are "
+        "recomputed.",
     )
     min_load_tokens: int | None = setting(
         count(0, MAX_MIN_LOAD_TOKENS, example=256, word="auto"),
         "auto",
-        "Recompute shorter hits instead of loading them; `auto`: recompute whenever that is "
-        "expected to be faster.",
+        "Recompute hits of fewer tokens instead of loading them; `auto`: whenever that is expected "
+        "to be faster.",
     )
     load_in_step: bool = setting(
         switch(),
@@ -162,7 +162,10 @@ class OffloadConfig:
         "While no request runs, load a hit in the very step that computes the rest of its prompt.",
     )
     verify_every: int = setting(
-        sampling(), "off", "Verify checksums of loaded blocks: all, or one in N.", key="verify"
+        sampling(),
+        "off",
+        "Verify checksums of loaded blocks: of all (`load`) or of one in N (`sample:N`).",
+        key="verify",
     )
     tenants: str | None = setting(
         file(),

@@ -110,7 +110,7 @@ class TierConfig:
     encryption_key_file: str | None = setting(
         file(),
         None,
-        "File with keys that encrypt objects, and seal them too: the first writes, all read.",
+        "File with keys that encrypt and seal objects: the first key writes, all read.",
         is_secret=True,
     )
 
