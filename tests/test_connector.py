@@ -237,7 +237,7 @@ def test_an_unsupported_cache_stops_the_start_of_a_worker(make_connector):
         (leave, {"num_cpu_blocks": BLOCKS}, []),
         (fail, {"num_cpu_blocks": BLOCKS}, ['"kv_load_failure_policy": "recompute"']),
         (leave, {}, ["The host pool is small"]),
-        (switch_off, {}, ["Prefix caching is off.* Remove --no-enable-prefix-caching"]),
+        (switch_off, {}, ["Prefix caching is off.* Fix: remove --no-enable-prefix-caching"]),
     ],
 )
 def test_what_is_hardly_meant_is_warned_about_once(make_connector, logged, change, extra, warnings):
@@ -271,7 +271,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
     assert is_idle is (num_stages > 1 and num_drafts > 0)
     told = [record.getMessage() for record in logged if "Mamba" in record.getMessage()]
     assert len(told) == (is_idle and role is KVConnectorRole.SCHEDULER)
-    assert all("Remove" in message for message in told)
+    assert all("Fix: remove" in message for message in told)
 
 
 def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):

@@ -77,8 +77,8 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
     if not vllm_config.cache_config.enable_prefix_caching:
         if tell:
             logger.warning(
-                "Prefix caching is off, so SafeCPUOffloadConnector does nothing. Remove "
-                "--no-enable-prefix-caching to use it."
+                "Prefix caching is off, so SafeCPUOffloadConnector does nothing. Fix: remove "
+                "--no-enable-prefix-caching."
             )
         return False
     has_late_counts = (
@@ -93,7 +93,7 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
             logger.warning(
                 "With pipeline parallelism and draft tokens, the Mamba states of earlier stages "
                 "are not ready in time to be stored, so SafeCPUOffloadConnector does nothing. "
-                "Remove --speculative-config or --pipeline-parallel-size to use it."
+                "Fix: remove --speculative-config or --pipeline-parallel-size."
             )
         return False
     return True

@@ -17,8 +17,8 @@ def warn_if_untested() -> None:
     if version not in TESTED_VERSIONS:
         logger.warning(
             "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if vLLM's "
-            "connector hooks are unchanged. If it fails, run without --kv-transfer-config, and "
-            "open an issue that names this version.",
+            "connector hooks are unchanged. Fix: if it fails, run without --kv-transfer-config, "
+            "and open an issue that names this version.",
             *version,
         )
 

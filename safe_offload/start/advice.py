@@ -93,10 +93,10 @@ def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str
 def _advise_on_failures(transfer_config: Any) -> None:
     if transfer_config.kv_load_failure_policy == "fail":
         logger.warning(
-            'kv_load_failure_policy is "fail": failed loads end their request with an error. To '
-            'recompute their tokens instead, write "kv_load_failure_policy": "recompute" beside '
-            '"kv_connector" in --kv-transfer-config; under MultiConnector, beside its name, where '
-            "it applies to all connectors."
+            'kv_load_failure_policy is "fail": failed loads end their request with an error. '
+            'Fix: to recompute their tokens instead, write "kv_load_failure_policy": "recompute" '
+            'beside "kv_connector" in --kv-transfer-config; under MultiConnector, beside its name, '
+            "where it applies to all connectors."
         )
 
 
@@ -116,7 +116,7 @@ def _advise_on_settings_without_effect(transfer_config: Any, config: OffloadConf
     variables = sorted(name for name in os.environ if name.startswith(other_connectors.LMCACHE))
     if variables:
         logger.warning(
-            "LMCache variables have no effect here: %s. Set the equivalents in "
+            "LMCache variables have no effect here: %s. Fix: set the equivalents in "
             'kv_connector_extra_config, such as "cpu_bytes_to_use_per_rank": "20GB" for '
             "LMCACHE_MAX_LOCAL_CPU_SIZE=20, and remove them.",
             ", ".join(variables),

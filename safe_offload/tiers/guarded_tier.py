@@ -209,8 +209,8 @@ class GuardedTier:
         if not closing.done():
             closing.cancel()
             logger.warning(
-                "Tier %s did not close within %g s and is abandoned. If this recurs, check for a "
-                "hung device or mount.",
+                "Tier %s did not close within %g s and is abandoned. Fix: if this recurs, check "
+                "for a hung device or mount.",
                 *(self.tier.label, CLOSE_TIMEOUT_S),
             )
         elif not closing.cancelled() and (error := closing.exception()) is not None:

@@ -148,4 +148,4 @@ def test_variables_of_lmcache_are_named_once(logged, monkeypatch):
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
     advise(100)
     (line,) = [message for message in said(logged) if "LMCACHE_" in message]
-    assert "no effect here: LMCACHE_CHUNK_SIZE, LMCACHE_MAX_LOCAL_CPU_SIZE. Set" in line
+    assert "no effect here: LMCACHE_CHUNK_SIZE, LMCACHE_MAX_LOCAL_CPU_SIZE. Fix: set" in line

@@ -52,8 +52,8 @@ class ServerLog(RareLog):
     def password_in_url(self) -> None:
         """Log that others can see the password."""
         logger.warning(
-            "The url of tier %s contains a password, which vLLM logs with its arguments. Put it "
-            'into a file, and set "password_file".',
+            "The url of tier %s contains a password, which vLLM logs with its arguments. Fix: "
+            'put it into a file, and set "password_file".',
             self._label,
         )
 

@@ -304,8 +304,8 @@ class GpuBackend:
             self.paths = tuple(other for other in self.paths if other is not path)
             self.num_demotions += 1
         logger.error(
-            'Copy path "%s" failed (%s). Falling back to "%s", which may be slower. If this '
-            'recurs after a restart, set "copy_path": "%s" and open an issue with this log.',
+            'Copy path "%s" failed (%s). Falling back to "%s", which may be slower. Fix: if '
+            'this recurs after a restart, set "copy_path": "%s" and open an issue with this log.',
             path.value,
             str(error),  # a log record must not keep the frames, and with them the buffer
             '", "'.join(other.value for other in self.paths),
