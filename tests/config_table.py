@@ -18,6 +18,7 @@ SHORT = {
     "an integer from ": "",
     "a number from ": "",
     "seconds, more than 0 and ": "",
+    "http:// or https://, a host name and optionally a port": "http(s)://HOST[:PORT]",
 }
 """What a table says shorter than a message."""
 BELOW = ("a size, ", "a string", "true or false", "the absolute path of ", "a list of mappings")
