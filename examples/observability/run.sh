@@ -26,7 +26,8 @@ children=($!)
 trap 'kill "${children[@]}" 2>/dev/null || true' INT TERM
 echo "Prometheus scrapes $server: http://localhost:9090"
 
-export SAFE_OFFLOAD_DASHBOARDS=$here GF_PATHS_PROVISIONING=$here/provisioning GF_PATHS_DATA=$DATA/grafana
+export SAFE_OFFLOAD_DASHBOARDS=$here SAFE_OFFLOAD_PROMETHEUS=http://localhost:9090
+export GF_PATHS_PROVISIONING=$here/provisioning GF_PATHS_DATA=$DATA/grafana
 if command -v grafana >/dev/null; then
     grafana server --homepath "${GRAFANA_HOME:-/usr/share/grafana}" &
     children+=($!)
@@ -34,8 +35,9 @@ if command -v grafana >/dev/null; then
 else
     cat <<MESSAGE
 There is no grafana here. With docker:
-    docker run --rm --network host -e SAFE_OFFLOAD_DASHBOARDS=/dashboards \\
-        -v "$here/provisioning:/etc/grafana/provisioning:ro" -v "$here:/dashboards:ro" grafana/grafana
+    docker run --rm --network host -e SAFE_OFFLOAD_DASHBOARDS=/observability \\
+        -e SAFE_OFFLOAD_PROMETHEUS=$SAFE_OFFLOAD_PROMETHEUS -e GF_PATHS_PROVISIONING=/observability/provisioning \\
+        -v "$here:/observability:ro" grafana/grafana:13.2.3
 or import $here/dashboard.json in a Grafana that you have.
 MESSAGE
 fi

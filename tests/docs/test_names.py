@@ -39,6 +39,9 @@ OTHER_FLAGS = {
     "--homepath": "grafana",
     "--rm": "docker",
     "--network": "docker",
+    "--build": "docker compose",
+    "--wait": "docker compose",
+    "--spider": "wget",
     "--router-mode": "dynamo.frontend",
     **dict.fromkeys(
         (
@@ -69,7 +72,11 @@ OTHER_FLAGS = {
 OUR_COMMANDS = ("benchmarks", "gpu", "simulator")
 """Folders of tests that have commands."""
 OTHER_VARIABLES = {"VLLM_ARGS": "examples/long_context_back_to_back.sh"}
-OTHER_ENDPOINTS = {"/register": "dynamo.indexer", "/query": "dynamo.indexer"}
+OTHER_ENDPOINTS = {
+    "/register": "dynamo.indexer",
+    "/query": "dynamo.indexer",
+    "/api/health": "grafana",
+}
 OTHER_FOLDERS = ("dev", "proc", "mnt", "path", "tmp", "usr", "bin", "sys")
 REQUEST_KEYS = ("kv_transfer_params",)
 """vLLM's name in a request for what `Request.kv_transfer_params` is inside."""

@@ -54,7 +54,8 @@ def test_grafana_is_told_of_this_folder_and_this_prometheus() -> None:
     (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yaml").read_text())[
         "datasources"
     ]
-    assert source["url"] == "http://localhost:9090"
+    assert source["url"] == "$SAFE_OFFLOAD_PROMETHEUS"
+    assert "SAFE_OFFLOAD_PROMETHEUS=http://localhost:9090\n" in script
     assert "--web.listen-address=localhost:9090" in script
     (provider,) = yaml.safe_load((folder / "dashboards" / "safe_offload.yaml").read_text())[
         "providers"
