@@ -123,7 +123,7 @@ SLOTS = {
     "scheduler/cache/events.py": {"num_learned"},
     "scheduler/features/estimates.py": {"is_estimated"},
     "scheduler/features/pins/pins.py": {"pins"},
-    "scheduler/features/tenants.py": {"num_asked"},
+    "scheduler/features/tenants.py": {"num_requested"},
     "scheduler/loads/admission.py": {"need"},
     "scheduler/loads/boundaries.py": {"marks", "boundary"},
     "scheduler/outdated.py": {"outdated"},

@@ -149,7 +149,7 @@ class RequestState:
     private: int | None = None  # number of its hashes checked for private ones; None if it has none
     num_learned: int | None = None  # number of its hashes that KV events can describe; None without
     # Tokens requested from the host, while it waits; None if no tenant counts them.
-    num_asked: int | None = None
+    num_requested: int | None = None
     is_estimated: bool = False  # it was looked up in the simulated caches, too
     pins: Sequence[Pin] = ()  # that it uses
 

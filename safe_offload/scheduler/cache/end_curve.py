@@ -44,11 +44,11 @@ class EndCurve(Curve):
         everything = self.caches[-1].ends
         usable = enumerate(hashes[:prompt_end], 1)
         known = [at for at, block in usable if block in everything and not at % self._align]
-        asked = len(hashes) * self._rate
+        requested = len(hashes) * self._rate
         for index, cache in enumerate(self.caches):
             held = [place for place in known if hashes[place - 1] in cache.ends]
             hit = held[-1] if held else 0
-            self._count(index, hit * self._rate, asked, asked)
+            self._count(index, hit * self._rate, requested, requested)
             last = hit
             for place in sorted({self._parted(cache, hashes, places, ends), prompt_end}):
                 first = 1 if place <= self._head else place

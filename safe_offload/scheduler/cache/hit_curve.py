@@ -1,7 +1,7 @@
 """Hit rates of other host sizes, estimated from a sample of blocks.
 
 Source: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient MRC construction with SHARDS",
-FAST 2015: keys are sampled by their hash, with a correction for those that are asked most often.
+FAST 2015: keys are sampled by their hash, with a correction for the most frequent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 NUM_SAMPLED = 1024  # keys of the sampled cache of the present size; more above 262,144 slots
 NUM_SEEN_MAX = 8192  # sampled keys that are remembered however long ago they were seen
-NUM_ASKED_MAX = 1 << 19  # sampled keys that count; what is older counts half, and so on
+NUM_REQUESTED_MAX = 1 << 19  # sampled keys that count; what is older counts half, and so on
 FACTORS = {"half": 0.5, "present": 1.0, "double": 2.0, "quadruple": 4.0}
 NO_RATES = {f"estimated_hits_{size}": 0.0 for size in (*FACTORS, "everything")}
 
@@ -26,7 +26,7 @@ class Curve:
         self._rate = num_values / 256
         values = b"".join(b"\\x%02x" % value for value in range(num_values))
         self._sampled = re.compile(b"[" + values + b"]")
-        self._held, self._asked, self._expected = ([0.0] * len(NO_RATES) for _ in range(3))
+        self._held, self._requested, self._expected = ([0.0] * len(NO_RATES) for _ in range(3))
 
     def see(self, hashes: Sequence[bytes], num_usable: int, ends: Iterable[int]) -> None:
         """Look a prompt up.
@@ -48,20 +48,20 @@ class Curve:
         last_bytes = b"".join(hashes)[size - 1 :: size]
         return [found.start() for found in self._sampled.finditer(last_bytes)]
 
-    def _count(self, index: int, held: float, asked: float, expected: float) -> None:
+    def _count(self, index: int, held: float, requested: float, expected: float) -> None:
         self._held[index] += held
-        self._asked[index] += asked
+        self._requested[index] += requested
         self._expected[index] += expected
-        if self._asked[index] > NUM_ASKED_MAX:
+        if self._requested[index] > NUM_REQUESTED_MAX:
             self._halve(index)
 
     def _halve(self, index: int) -> None:
-        for totals in (self._held, self._asked, self._expected):
+        for totals in (self._held, self._requested, self._expected):
             totals[index] /= 2
 
     def rates(self) -> dict[str, float]:
         """Return the hit rate by size, named as gauges."""
-        rates = map(_rate, self._held, self._asked, self._expected)
+        rates = map(_rate, self._held, self._requested, self._expected)
         return dict(zip(NO_RATES, rates, strict=True))
 
 
@@ -119,6 +119,6 @@ def _value(key: bytes) -> int:
     return int.from_bytes(key[-3:-1], "big")
 
 
-def _rate(held: float, asked: float, expected: float) -> float:
+def _rate(held: float, requested: float, expected: float) -> float:
     # A key that all prompts have is sampled or is not: what it adds or takes is hits.
-    return min(1.0, max(0.0, (held + expected - asked) / expected)) if expected else 0.0
+    return min(1.0, max(0.0, (held + expected - requested) / expected)) if expected else 0.0

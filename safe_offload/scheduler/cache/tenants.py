@@ -43,7 +43,7 @@ class TenantPolicy(EvictionPolicy):
     Attributes:
         owners: the tenant of each slot that is leased or filled.
         held, guaranteed: slots of each tenant.
-        asking, num_asked: the tenant of the next grant, and the slots of the current one.
+        asking, num_requested: the tenant of the next grant, and the slots of the current one.
     """
 
     def __init__(self, num_slots: int, hashes: Hashes, make: MakePolicy) -> None:
@@ -52,7 +52,7 @@ class TenantPolicy(EvictionPolicy):
         self._policies = [self._make()]
         self.owners = bytearray(num_slots)
         self.held, self.guaranteed = [0], [0]
-        self.asking = self.num_asked = 0
+        self.asking = self.num_requested = 0
 
     release, lease, hold, evict_first, forget = map(
         _for_each, ("release", "lease", "hold", "evict_first", "forget")
@@ -82,7 +82,7 @@ class TenantPolicy(EvictionPolicy):
     def above(self) -> list[int]:
         """Slots of each tenant above its guarantee, including the current grant."""
         above = [held - own for held, own in zip(self.held, self.guaranteed, strict=True)]
-        above[self.asking] += self.num_asked
+        above[self.asking] += self.num_requested
         return above
 
     def payments(self, count: int) -> list[int]:
@@ -166,12 +166,12 @@ class TenantQuotas:
 
     def ask(self, count: int, salt: str | None) -> None:
         """Begin a grant of `count` slots for the tenant of a salt; `granted` ends it."""
-        self.policy.asking, self.policy.num_asked = self.tenants.number_of(salt), count
+        self.policy.asking, self.policy.num_requested = self.tenants.number_of(salt), count
 
     def granted(self, slots: Sequence[int]) -> None:
         """Assign granted slots to the tenant."""
         policy = self.policy
-        policy.num_asked = 0
+        policy.num_requested = 0
         for slot in slots:
             policy.owners[slot] = policy.asking
         policy.held[policy.asking] += len(slots)

@@ -65,7 +65,7 @@ class PrivateBlocks(Feature):
         first = self._first(request)
         if first is not None or request.resumable:
             state.private = first or 0
-            self._note(state)
+            self._learn(state)
             if request.resumable:
                 self.growing.add(state)
 
@@ -87,23 +87,23 @@ class PrivateBlocks(Feature):
     def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
         """Learn hashes before tiers look up any block of the request."""
         if state.private is not None:
-            self._note(state)
+            self._learn(state)
         return Answer.SEARCH
 
     def on_report(self, report: StepReport) -> None:
         """Learn hashes before stored blocks may be found and spilled."""
         for state in self.growing:
-            self._note(state)
+            self._learn(state)
 
     def on_request_finished(self, state: RequestState) -> None:
         """Learn the last hashes; others may still find its blocks."""
         if state.private is not None:
-            self._note(state)
+            self._learn(state)
             state.private = None
             if len(self._hashes) > self._sweep_at:
                 self._sweep()
 
-    def _note(self, state: RequestState) -> None:
+    def _learn(self, state: RequestState) -> None:
         request, first = state.request, state.private
         hashes = request.block_hashes
         if request.resumable:  # with media that it had not, and hashes that are others by now

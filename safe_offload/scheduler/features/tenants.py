@@ -23,7 +23,7 @@ LABELS_MAX = 256
 
 
 class TenantShares(Feature):
-    """Applies the quotas of the tenants file; counts by `RequestState.num_asked`.
+    """Applies the quotas of the tenants file; counts by `RequestState.num_requested`.
 
     Bound: `LABELS_MAX` labels.
     """
@@ -49,16 +49,16 @@ class TenantShares(Feature):
             del self._labels[label]
 
     def on_match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> Answer:
-        state.num_asked = state.request.num_tokens - num_computed_tokens
+        state.num_requested = state.request.num_tokens - num_computed_tokens
         return Answer.SEARCH
 
     def on_scheduled(self, state: RequestState, num_tokens: int) -> None:
-        num_asked, state.num_asked = state.num_asked, None
-        if num_asked is not None:
+        num_requested, state.num_requested = state.num_requested, None
+        if num_requested is not None:
             tenants = self.quotas.tenants
             label = tenants.labels[tenants.number_of(state.request.cache_salt)]
             self._counters[of_tenant("hit_tokens", label)] += num_tokens
-            self._counters[of_tenant("missed_tokens", label)] += num_asked - num_tokens
+            self._counters[of_tenant("missed_tokens", label)] += num_requested - num_tokens
 
     def on_step(self, output: SchedulerOutput, now_s: float) -> None:
         """Change tenants between two steps only."""

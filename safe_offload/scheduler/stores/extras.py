@@ -61,7 +61,7 @@ class Extras:
         if held is None:  # it begins to run
             held = state.extras = deque()
             self._spare_hit(state)
-        self._note(state, num_computed_tokens)
+        self._record(state, num_computed_tokens)
         self.boundaries.move(state, num_computed_tokens)
         while held and not any(self._stands(one) and one.block.ref_cnt for one in held[0]):
             self._left += held.popleft()
@@ -73,7 +73,7 @@ class Extras:
             for block in self._table(request, group_idx)[places.start : places.stop]:
                 self._hashes.pop(block.block_id, None)
 
-    def _note(self, state: RequestState, num_computed_tokens: int) -> None:
+    def _record(self, state: RequestState, num_computed_tokens: int) -> None:
         found: dict[int, list[Extra]] = {}
         for boundary, group_idx, places in self.boundaries.extras(state, num_computed_tokens):
             table = self._table(state.request, group_idx)
@@ -102,7 +102,7 @@ class Extras:
 
     def end(self, state: RequestState) -> None:
         """A request has ended; if vLLM has finished it, it still has its blocks."""
-        self._note(state, state.request.num_computed_tokens)
+        self._record(state, state.request.num_computed_tokens)
         self.leave(state)
 
     def leave(self, state: RequestState) -> None:
@@ -140,7 +140,7 @@ class Extras:
         blocks = []
         for one in waiting:
             if self._stands(one) and not one.block.ref_cnt:
-                del self._hashes[one.block.block_id]  # it may have been noted twice
+                del self._hashes[one.block.block_id]  # it may have been recorded twice
                 blocks.append(one.block)
         self._gpu.reuse_first(blocks)
         return bool(blocks)

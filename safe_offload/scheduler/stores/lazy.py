@@ -62,7 +62,7 @@ class LazyStores(StorePolicy):
         """What vLLM has given away since the last plan, and below with which hash objects."""
         self._given_hashes: list[bytes | None] = []
         self._given_max = 2 * gpu.num_blocks
-        gpu.watch_allocations(self._note_given)
+        gpu.watch_allocations(self._record_given)
         self._has_ended = False  # a request, since the last walk
         self._num_seen = 0
         self._middle: QueuePlace | None = None
@@ -80,7 +80,7 @@ class LazyStores(StorePolicy):
 
     # ---- what vLLM gives away ------------------------------------------------------------------
 
-    def _note_given(self, blocks: list[KVCacheBlock]) -> None:
+    def _record_given(self, blocks: list[KVCacheBlock]) -> None:
         if len(self._given) < self._given_max:  # else nothing is planned any more
             self._given += blocks
             self._given_hashes += hashes_of(blocks)

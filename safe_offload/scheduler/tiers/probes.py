@@ -82,7 +82,7 @@ class Probes:
         self._in_flight: dict[int, PendingProbe] = {}
         self._num_keys = 0
         groups = context.hits.geometry.group_block_sizes
-        self._asked: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in groups)
+        self._by_hash: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in groups)
 
     def __repr__(self) -> str:
         return f"Probes({len(self.waiting)} wait, {len(self._in_flight)} in flight)"
@@ -93,10 +93,10 @@ class Probes:
         group_ids = bytearray()
         hashes: list[bytes] = []
         for group_idx, group in enumerate(wanted):
-            asked = self._asked[group_idx]
-            new = [block_hash for block_hash in group if block_hash not in asked]
+            known = self._by_hash[group_idx]
+            new = [block_hash for block_hash in group if block_hash not in known]
             if len(new) < len(group):
-                probes.update(dict.fromkeys(asked[h] for h in group if h in asked))
+                probes.update(dict.fromkeys(known[h] for h in group if h in known))
             group_ids += bytes([group_idx]) * len(new)
             hashes += new
         if hashes:
@@ -106,7 +106,7 @@ class Probes:
             self.waiting[probe.probe_id] = probe
             probes[probe] = None
             for group_idx, block_hash in zip(group_ids, hashes, strict=True):
-                self._asked[group_idx][block_hash] = probe
+                self._by_hash[group_idx][block_hash] = probe
         for probe in probes:
             probe.users.add(user)
         return list(probes)
@@ -121,8 +121,8 @@ class Probes:
 
     def _forget_keys(self, probe: PendingProbe) -> None:
         for group_idx, block_hash in zip(probe.keys.group_ids, probe.keys.hashes, strict=True):
-            if self._asked[group_idx].get(block_hash) is probe:
-                del self._asked[group_idx][block_hash]
+            if self._by_hash[group_idx].get(block_hash) is probe:
+                del self._by_hash[group_idx][block_hash]
 
     def plan(self, generation: str) -> tuple[Probe, ...]:
         """Return the probes that this step sends, in the order of arrival."""
@@ -143,7 +143,7 @@ class Probes:
             self._num_keys += len(probe.keys)
         self._planned = []
 
-    def note(self, presence: Presence) -> PendingProbe | None:
+    def record(self, presence: Presence) -> PendingProbe | None:
         """Record an answer; return the probe if all ranks have answered it."""
         probe = self._in_flight.get(presence.probe_id)
         if probe is None:
@@ -163,7 +163,7 @@ class Probes:
         """Drop the users of all probes; answers still settle the probes in flight."""
         self.waiting.clear()
         self._planned = []
-        for asked in self._asked:
-            asked.clear()
+        for probes in self._by_hash:
+            probes.clear()
         for probe in self._in_flight.values():
             probe.users.clear()

@@ -184,7 +184,7 @@ class Tiers:
                 else:
                     self.spills.settle(transfer)
         for presence in report.presences:
-            probe = self.probes.note(presence)
+            probe = self.probes.record(presence)
             if probe is not None:
                 self._answered.append(probe)
                 self.due_s = AT_ONCE

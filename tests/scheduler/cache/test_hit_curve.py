@@ -63,7 +63,7 @@ def test_of_a_prompt_that_is_too_long_the_head_is_held():
 
 
 def test_what_was_asked_long_ago_counts_less(monkeypatch):
-    monkeypatch.setattr(hit_curve, "NUM_ASKED_MAX", 1000)
+    monkeypatch.setattr(hit_curve, "NUM_REQUESTED_MAX", 1000)
     again = [hashlib.sha256(b"%d" % i).digest() for i in range(100)]
     once = [[hashlib.sha256(b"%d %d" % (n, i)).digest() for i in range(100)] for n in range(100)]
     assert curve_of([*once, *[again] * 100], 1000).rates()["estimated_hits_present"] > 0.95
