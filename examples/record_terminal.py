@@ -1,8 +1,6 @@
 """Run a command in a terminal and draw its output as an SVG in which lines appear as they came.
 
     .venv/bin/python examples/record_terminal.py docs/demo.svg --shown 'make demo' -- make -s demo
-    .venv/bin/python examples/record_terminal.py docs/operate/top.svg \\
-        -- .venv/bin/safe-offload top --once http://localhost:8000
 
 Needs `rich`. Pauses are cut to a second; a viewer that does not animate shows all lines at once.
 """

@@ -1,4 +1,4 @@
-"""The command line: `safe-offload config`, `doctor`, `top`, `cache`, `bench engine`.
+"""The command line: `safe-offload config`, `doctor`, `cache`, `bench engine`.
 
 May import anything; nothing imports it. Door: `cli.main`.
 """

@@ -75,7 +75,6 @@ def make_parser() -> argparse.ArgumentParser:
         ("config", "config", "list the settings; validate a configuration"),
         ("doctor", "doctor.command", "find problems on this machine"),
         ("cache", "cache.command", "list, verify and delete objects of a tier"),
-        ("top", "top", "show a server's live metrics"),
     ):
         commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
     bench = commands.add_parser("bench", help="run a benchmark")

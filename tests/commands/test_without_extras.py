@@ -10,7 +10,6 @@ __all__ = ["clean"]
 
 CASES = {
     "bench engine --model none": "needs vLLM, which",
-    "top http://127.0.0.1:9 --once": "pip install 'safe-offload[top]'",
     "cache ls s3://bucket/kv": "pip install 'safe-offload[s3]'",
     "cache prune s3://bucket/kv --to 1GiB": "pip install 'safe-offload[s3]'",
     "cache ls mooncake://127.0.0.1:9": "pip install 'safe-offload[mooncake]'",

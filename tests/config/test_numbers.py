@@ -142,7 +142,6 @@ WORDS = ["inf", "-inf", "nan", "1e999", "-0", "0", "-1", "9" * 5000, "1e308", "0
     [
         "cache prune {folder} --to",
         "cache prune {folder} --older-than",
-        "top http://127.0.0.1:9 --once --interval",
         *(
             f"bench engine --model none {option}"
             for option in (

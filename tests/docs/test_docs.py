@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
     r"(?:^(?: {4,}|\| )?|`)(safe-offload (?!\d)(?:[^\n`]*\\\n)*[^\n`|]*)", re.MULTILINE
 )
-TOLD = re.compile(r"safe-offload (?:cache|config|top|bench) [^.,;:)`\n]*[^.,;:)`\n ]")
+TOLD = re.compile(r"safe-offload (?:cache|config|bench) [^.,;:)`\n]*[^.,;:)`\n ]")
 """What messages of the package tell users to run."""
 WORDS = {"JSON": '{"kv_connector":"SafeCPUOffloadConnector"}', "…": "{}"}
 

@@ -3,7 +3,6 @@
     safe-offload doctor
     safe-offload doctor MODEL --kv-transfer-config '{"kv_connector":"SafeCPUOffloadConnector"}'
     safe-offload doctor MODEL -tp 8 --max-model-len 32768 --kv-transfer-config '{...}'
-    safe-offload doctor --url http://localhost:8000
 
 Pass the arguments of `vllm serve`: vLLM's own parser reads all but those below. Each finding says
 what was found and, for a problem, what was expected and the fix. The exit status is 0 if there is
@@ -44,8 +43,7 @@ _CUT_SHORT: Final = "--kv-t"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of the command; unknown ones are for vLLM."""
     parser.usage = (
-        "safe-offload doctor [--json] [--fail-on error] [--url URL] [MODEL] "
-        "[any argument of `vllm serve`]"
+        "safe-offload doctor [--json] [--fail-on error] [MODEL] [any argument of `vllm serve`]"
     )
     parser.allow_abbrev = False
     parser.set_defaults(rest=[])
@@ -60,9 +58,6 @@ def _add_options(parser: ArgumentParser) -> None:
         default=Severity.WARNING.value,
         help="lowest severity with exit status 1 (%(default)s)",
     )
-    parser.add_argument(
-        "--url", default="", help="a running server, for its hit rates at other memory sizes"
-    )
     parser.add_argument("--kv-transfer-config", metavar="JSON", default="", help="vLLM's argument")
 
 
@@ -73,7 +68,7 @@ def run_command(arguments: Namespace) -> int:
     rest = read_rest(arguments)
     written = configuration.Written.read(arguments.kv_transfer_config)
     probe = VllmProbe(vllm_arguments(rest, written))
-    findings = examine(written, probe, read_machine(), arguments.url)
+    findings = examine(written, probe, read_machine())
     text = render(findings)
     if arguments.json:
         text = json.dumps({"findings": [found.to_json() for found in findings]}, indent=1)
@@ -103,9 +98,7 @@ def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[
     return [*rest, "--kv-transfer-config", text]
 
 
-def examine(
-    written: configuration.Written, probe: VllmProbe, machine: Machine, url: str = ""
-) -> list[Finding]:
+def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) -> list[Finding]:
     """Run every check; return the findings by theme."""
     found = guarded("configuration", configuration.check_written, written)
     vllm = probe.facts()
@@ -123,8 +116,6 @@ def examine(
     found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
     is_mla = bool(vllm.model and vllm.model.is_mla and vllm.engine and vllm.engine.num_ranks > 1)
     found += guarded("memory", memory.check_huge_pages, machine, pools, has_copies_for_all=is_mla)
-    if url:
-        found += guarded("memory", memory.check_hits, url)
     found += guarded("model", model.check_model, vllm, configs)
     found += guarded("tiers", _check_tiers, configs, vllm)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from safe_offload.commands import top
 from safe_offload.commands.doctor.machine import Machine, SharedMemory
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.config.options import OffloadConfig
@@ -22,13 +21,6 @@ from safe_offload.worker.memory.huge_pages import HugePages
 
 TABLE_PERCENT: Final = 1
 """What the table of a shared pool and its checksums take at most beside the slots."""
-SIZES = {
-    "half": "half of it",
-    "double": "twice",
-    "quadruple": "four times",
-    "everything": "unlimited memory",
-}
-"""By the names of gauges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,27 +268,4 @@ def _placement(id: str, machine: Machine, gpu: str, node: int) -> Finding:
 def _nodes(count: int) -> str:
     return (
         f"{count} NUMA node{'' if count == 1 else 's'}" if count else ("no NUMA nodes are reported")
-    )
-
-
-def check_hits(url: str) -> Iterator[Finding]:
-    """Report a running server's estimated hit rates at other sizes of host memory."""
-    id = "memory.hits"
-    try:
-        reading = top.read(top.metrics_url(url))
-    except top.TopError as problem:
-        yield refusal(id, str(problem), "metrics of a running server", "give its address")
-        return
-    found = {size: reading.largest(f"estimated_hits_{size}") for size in ("present", *SIZES)}
-    if not found["everything"]:
-        yield info(
-            id,
-            'the estimated hit rate is 0 at every memory size: "estimate_hit_rates" is off, or no '
-            "prompt has repeated yet",
-        )
-        return
-    others = ", ".join(f"{words} {found[size]:.0%}" for size, words in SIZES.items())
-    yield info(
-        id,
-        f"estimated block hit rate with this host memory {found['present']:.0%}, {others}",
     )

@@ -124,7 +124,6 @@ def test_without_vllm_alone_torch_is_well(tmp_path):
     [
         (["--version"], f"safe-offload {safe_offload.__version__}"),
         (["cache", "--help"], "usage: safe-offload cache"),
-        (["top", "--help"], "usage: safe-offload top"),
         (["doctor", "--help"], "usage: safe-offload doctor"),
     ],
 )
