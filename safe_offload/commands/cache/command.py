@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -50,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("ls", _ls, "namespaces, their models, objects, bytes and age"),
         ("verify", _verify, "check every header and checksum"),
         ("prune", _prune, "delete the least recently used objects, and leftovers of crashes"),
-        ("rm", _rm, "delete a namespace, or all"),
+        ("rm", _rm, "delete a namespace, or all; or of these what was not used for long"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.".capitalize())
         command.add_argument(
@@ -70,6 +71,9 @@ def add_arguments(parser: ArgumentParser) -> None:
                 "namespace", nargs="?", help="namespace that `ls` shows; a prefix is enough"
             )
             command.add_argument("--all", action="store_true", help="every namespace")
+            command.add_argument(
+                "--older-than", metavar="AGE", help="only objects unused for this long, such as 7d"
+            )
         if name in ("prune", "rm"):
             command.add_argument(
                 "--dry-run", action="store_true", help="list what would be deleted"
@@ -336,6 +340,9 @@ def _prune(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
 def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if (arguments.namespace is None) == (not arguments.all):
         raise CacheError("rm: no namespace given. Fix: add one that `ls` shows, or --all.")
+    age, before_s = arguments.older_than, math.inf
+    if age is not None:
+        before_s = time.time() - _age_s(age)
     place.require_cache()
     chosen = place.namespaces()
     if not arguments.all:
@@ -350,10 +357,14 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     place.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
     for batch in pages(place.items("" if arguments.all else chosen[0])):
-        for item in place.delete(batch):
+        due = batch if age is None else [item for item in batch if place.is_older(item, before_s)]
+        for item in place.delete(due):
             num_objects += not item.is_temporary
             size_bytes += 0 if item.is_temporary else item.size_bytes
-    place.forget(chosen)
+    if age is None:
+        place.forget(chosen)
+    else:
+        place.recount()
     document = {
         "tier": place.label,
         "dry_run": arguments.dry_run,
@@ -365,5 +376,6 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if len(chosen) > _NAMES_SHOWN_MAX:
         names += f" and {len(chosen) - _NAMES_SHOWN_MAX:,} more"
     deleted = "Would delete" if place.is_dry else "Deleted"
-    text = f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}"
+    older = "" if age is None else f" older than {age}"
+    text = f"{deleted} {names}: {num_objects:,} objects{older}, {format_bytes(size_bytes)}"
     return document, f"{text}{_more_than(chosen)}.", 0

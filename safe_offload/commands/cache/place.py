@@ -147,6 +147,26 @@ class Place:
         if not self.is_dry:
             self._run(self._store.forget(namespaces))
 
+    def is_older(self, item: Item, before_s: float) -> bool:
+        """Return whether an object was last used before a time; False if it is being written.
+
+        Raises:
+            CacheError: the place does not record when objects were used.
+        """
+        if item.is_temporary:
+            return False
+        if not item.used_at_s:
+            raise CacheError(
+                f"{self.label} does not report when objects were last used. Fix: let it evict, or, "
+                "on Valkey and Redis, use allkeys-lru instead of allkeys-lfu."
+            )
+        return item.used_at_s < before_s
+
+    def recount(self) -> None:
+        """Update the count that engines share, and delete leftovers of crashes."""
+        if not self.is_dry:
+            self._run(self._store.recount())
+
     def close(self) -> None:
         """Close the store."""
         self._run(self._store.close())

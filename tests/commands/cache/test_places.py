@@ -228,6 +228,17 @@ def test_prune_by_age_deletes_all_that_is_older(call, aged):
     assert "144.00 KiB are left" in text
 
 
+def test_rm_by_age_deletes_all_that_is_older_and_nothing_else(call, aged):
+    for number in range(4):
+        aged.age(number, 8 * DAY_S)
+    before = set(aged.names())
+    found = call("rm", aged.url, NAME, "--older-than", "7d")
+    assert found == (0, f"Deleted {NAME}: 4 objects older than 7d, 64.00 KiB.\n")
+    assert before - set(aged.names()) == {aged.name(number) for number in range(4)}
+    assert read(call, "rm", aged.url, "--all", "--older-than", "7d")[1]["num_objects"] == 0
+    assert aged.description(FIRST) in aged.names()
+
+
 def test_rm_deletes_one_namespace_and_no_other(call, rig):
     found = call("rm", rig.url, NAME[:6])
     assert found == (0, f"Deleted {NAME}: 10 objects, 160.00 KiB.\n")
