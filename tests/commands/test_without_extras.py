@@ -11,7 +11,6 @@ __all__ = ["clean"]
 CASES = {
     "bench engine --model none": "needs vLLM, which",
     "cache ls s3://bucket/kv": "pip install 'safe-offload[s3]'",
-    "cache prune s3://bucket/kv --to 1GiB": "pip install 'safe-offload[s3]'",
     "cache ls mooncake://127.0.0.1:9": "pip install 'safe-offload[mooncake]'",
     "cache ls redis://127.0.0.1:9": "cannot connect to 127.0.0.1:9",
     "cache ls {folder}/none": "cannot be opened: No such file or directory",

@@ -140,8 +140,7 @@ WORDS = ["inf", "-inf", "nan", "1e999", "-0", "0", "-1", "9" * 5000, "1e308", "0
 @pytest.mark.parametrize(
     "command",
     [
-        "cache prune {folder} --to",
-        "cache prune {folder} --older-than",
+        "cache rm {folder} --all --older-than",
         *(
             f"bench engine --model none {option}"
             for option in (

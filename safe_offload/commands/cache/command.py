@@ -2,7 +2,7 @@
 
 safe-offload cache ls /mnt/nvme/kv
 safe-offload cache verify rediss://kv.internal:6379 --password-file /run/secrets/valkey
-safe-offload cache prune s3://bucket/kv --to 200GiB --older-than 7d
+safe-offload cache rm s3://bucket/kv --all --older-than 7d
 safe-offload cache rm /mnt/nvme/kv --all --dry-run
 safe-offload cache ls node
 """
@@ -24,9 +24,9 @@ from safe_offload.commands.cache import places, pools
 from safe_offload.commands.cache.place import LOOKING, CacheError, Place
 from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
-from safe_offload.config.settings import UNITS_S, read_duration, size
+from safe_offload.config.settings import UNITS_S, read_duration
 from safe_offload.config.tiers import TierConfig
-from safe_offload.config.units import MIB, TIB, format_bytes
+from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers import naming
 from safe_offload.tiers.files.directory import NotOursError
 from safe_offload.tiers.seals.keys import open_seal
@@ -50,7 +50,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     for name, function, what in (
         ("ls", _ls, "namespaces, their models, objects, bytes and age"),
         ("verify", _verify, "check every header and checksum"),
-        ("prune", _prune, "delete the least recently used objects, and leftovers of crashes"),
         ("rm", _rm, "delete a namespace, or all; or of these what was not used for long"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.".capitalize())
@@ -59,13 +58,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         )
         if name == "verify":
             command.add_argument("--delete", action="store_true", help="delete bad objects")
-        elif name == "prune":
-            command.add_argument("--to", metavar="SIZE", help='size to keep, such as "200GiB"')
-            command.add_argument(
-                "--older-than",
-                metavar="AGE",
-                help="delete objects unused for this long, such as 7d",
-            )
         elif name == "rm":
             command.add_argument(
                 "namespace", nargs="?", help="namespace that `ls` shows; a prefix is enough"
@@ -74,7 +66,6 @@ def add_arguments(parser: ArgumentParser) -> None:
             command.add_argument(
                 "--older-than", metavar="AGE", help="only objects unused for this long, such as 7d"
             )
-        if name in ("prune", "rm"):
             command.add_argument(
                 "--dry-run", action="store_true", help="list what would be deleted"
             )
@@ -315,26 +306,7 @@ def _seal_for(described: bytes, seal: Seal) -> Seal:
     return seal_of(facts, seal) or PLAIN if facts else seal
 
 
-# ---- prune and rm -----------------------------------------------------------------------------
-
-
-def _prune(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
-    if arguments.to is None and arguments.older_than is None:
-        raise CacheError("prune: no limit given. Fix: add --to 200GiB or --older-than 7d.")
-    place.require_cache()
-    place.pretend(arguments.dry_run)
-    deleted, are = ("Would delete", "would be") if place.is_dry else ("Deleted", "are")
-    to_bytes = None if arguments.to is None else size(1024 * TIB).read("--to", arguments.to)
-    before_s = 0.0
-    if arguments.older_than is not None:
-        before_s = time.time() - _age_s(arguments.older_than)
-    kept = place.prune(to_bytes, before_s)
-    text = (
-        f"{deleted} {kept.num_evicted:,} objects, {format_bytes(kept.evicted_bytes)}, and "
-        f"{kept.num_orphans} orphaned temporary files. {format_bytes(kept.held_bytes)} {are} left."
-    )
-    document = {"tier": place.label, "dry_run": arguments.dry_run, **asdict(kept)}
-    return document, text, 0
+# ---- rm ---------------------------------------------------------------------------------------
 
 
 def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:

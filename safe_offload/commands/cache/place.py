@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import io
-import time
-from array import array
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Final, TypeVar
-
-import numpy as np
 
 from safe_offload.commands.progress import Progress
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import PlaceError
-from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, HEADER_BYTES
 from safe_offload.tiers.seals.seal import PLAIN, Seal
-from safe_offload.tiers.store import Item, Store, pages
+from safe_offload.tiers.store import Item, Store
 
 LOOKING: Final = "listing objects"
 DELETING: Final = "deleting"
-_CLOCK_S: Final = 1.0
-"""Times of use are whole seconds, and a second reading may differ by one."""
 T = TypeVar("T")
 
 
@@ -172,67 +165,8 @@ class Place:
         self._run(self._store.close())
         self._runner.close()
 
-    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """Delete objects last used before a time, and the least recently used beyond `to_bytes`.
-
-        Lists all objects twice, and keeps 16 bytes of each in memory.
-
-        Raises:
-            CacheError: the place does not record when objects were used.
-        """
-        sizes, used_at, num_orphans = self._look()
-        held_bytes = sum(sizes)
-        excess_bytes = 0 if to_bytes is None else held_bytes - to_bytes
-        until_s = _cutoff_s(sizes, used_at, excess_bytes)
-        num_evicted, evicted_bytes = 0, 0
-        if used_before_s or excess_bytes > 0:
-            for page in pages(self.items()):
-                due, due_bytes = [], 0
-                for item in page:
-                    is_excess = evicted_bytes + due_bytes < excess_bytes
-                    is_old = item.used_at_s <= until_s + _CLOCK_S
-                    is_due = (is_excess and is_old) or item.used_at_s < used_before_s
-                    if is_due and not item.is_temporary:
-                        due.append(item)
-                        due_bytes += item.size_bytes
-                deleted = self.delete(due)
-                num_evicted += len(deleted)
-                evicted_bytes += sum(item.size_bytes for item in deleted)
-        if not self.is_dry:
-            self._run(self._store.recount())
-        return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, num_orphans)
-
-    def _look(self) -> tuple[array[int], array[float], int]:
-        """Return sizes and times of use of all objects, and the number of orphaned temporaries."""
-        sizes, used_at = array("q"), array("d")
-        num_orphans, orphan_before_s = 0, time.time() - ORPHAN_AGE_S
-        for item in self.items():
-            if item.is_temporary and item.used_at_s < orphan_before_s:
-                num_orphans += 1
-                continue
-            if not item.used_at_s:
-                raise CacheError(
-                    f"{self.label} does not report when objects were last used. Fix: let it evict, "
-                    "or, on Valkey and Redis, use allkeys-lru instead of allkeys-lfu."
-                )
-            self.progress.advance(1, item.size_bytes)
-            sizes.append(item.size_bytes)
-            used_at.append(item.used_at_s)
-        return sizes, used_at, num_orphans
-
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return self._runner.run(work)
         except PlaceError as error:
             raise CacheError(error.said_of(self.label)) from None
-
-
-def _cutoff_s(sizes: array[int], used_at: array[float], excess_bytes: int) -> float:
-    """Return the latest time of use among the least recently used objects that make the excess."""
-    if excess_bytes <= 0:
-        return 0.0
-    times = np.array(used_at)
-    order = np.argsort(times, kind="stable")
-    gone_bytes = np.cumsum(np.array(sizes, dtype=np.int64)[order])
-    last = int(np.searchsorted(gone_bytes, excess_bytes))
-    return float(times[order[min(last, len(order) - 1)]])

@@ -107,18 +107,19 @@ def test_verify_shows_the_first_of_many(call, root):
     assert "… and 10 more" in text
 
 
-# ---- prune ------------------------------------------------------------------------------------
+# ---- rm ---------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_counts_what_crashes_left(call, root):
-    for name, at_s in (("tmp-1-2-ab", 0.0), ("tmp-1-2-cd", time.time())):
-        path_in(root, 0).with_name(name).write_bytes(b"x")
-        os.utime(path_in(root, 0).with_name(name), (at_s, at_s))
-    to = ("prune", root, "--to", 5 * STORED_BYTES)
-    would = read(call, *to, "--dry-run")[1]
-    assert would["num_orphans"] == 1
-    assert {**would, "dry_run": False} == read(call, *to)[1]
-    assert not path_in(root, 0).with_name("tmp-1-2-ab").exists()
+def test_rm_deletes_what_crashes_left(call, root):
+    old, young = (path_in(root, 0).with_name(name) for name in ("tmp-1-2-ab", "tmp-1-2-cd"))
+    for path, at_s in ((old, 0.0), (young, time.time())):
+        path.write_bytes(b"x")
+        os.utime(path, (at_s, at_s))
+    by_age = ("rm", root, "--all", "--older-than", "1d")
+    would = read(call, *by_age, "--dry-run")[1]
+    assert old.exists()
+    assert {**would, "dry_run": False} == read(call, *by_age)[1]
+    assert (old.exists(), young.exists(), would["num_objects"]) == (False, True, 0)
     would = read(call, "rm", root, "--all", "--dry-run")[1]
     assert {**would, "dry_run": False} == read(call, "rm", root, "--all")[1]
 
@@ -142,9 +143,6 @@ def test_engines_know_of_the_room_that_was_made(call, root):
         await tier.close()
 
     asyncio.run(fill_up())
-
-
-# ---- rm ---------------------------------------------------------------------------------------
 
 
 def nothing(path: Path) -> None:
@@ -187,7 +185,7 @@ def test_what_is_not_what_it_should_be_is_passed_over_and_all_is_deleted(
     STRANGE[what](path, aside)
     assert call("ls", root)[0] == 0
     assert call("verify", root)[0] == ((where, what) == ("an object", "a file"))
-    assert call("prune", root, "--older-than", "1d")[0] == 0
+    assert call("rm", root, "--all", "--older-than", "1d")[0] == 0
     assert call("rm", root, "--all")[0] == 0
     left = {path.name for path in root.iterdir()} - {"usage", "evict.lock"}
     assert left <= {path.name} & {"0" * 32, namespace_folder(FIRST)}
@@ -243,13 +241,7 @@ def test_what_cannot_be_replaced_is_said_with_its_own_fix(call, root):
     [
         (("ls", "{root}/nowhere"), "cannot be opened: No such file or directory"),
         (("verify", "{root}/usage"), "cannot be opened: Not a directory"),
-        (("prune", "{root}"), "add --to 200GiB or --older-than 7d"),
-        (
-            ("prune", "{root}", "--to", "many"),
-            "Fix: write a size with its unit, such as --to 64GiB.",
-        ),
-        (("prune", "{root}", "--older-than", "soon"), "write 7d for a week"),
-        (("prune", "{root}/..", "--to", "1GiB"), "is not the directory of a tier"),
+        (("rm", "{root}", "--all", "--older-than", "soon"), "write 7d for a week"),
         (("rm", "{root}/..", "--all"), "is not the directory of a tier"),
         (("rm", "{root}"), "add one that `ls` shows, or --all"),
         (("rm", "{root}", "abc", "--all"), "no namespace given"),
@@ -269,8 +261,8 @@ def test_who_evicts_is_waited_for(call, root, monkeypatch):
     monkeypatch.setattr(store, "PATIENCE_S", 0.0)
     lock_fd = os.open(root / LOCK_FILE, os.O_RDWR)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
-    status, text = call("prune", root, "--to", "1GiB")
+    status, text = call("rm", root, "--all", "--older-than", "1d")
     assert status == 1
     assert "an engine is evicting. Fix: try again in a minute." in text
     os.close(lock_fd)
-    assert call("prune", root, "--to", "1GiB")[0] == 0
+    assert call("rm", root, "--all", "--older-than", "1d")[0] == 0

@@ -210,24 +210,6 @@ def test_encrypted_objects_are_checked_as_far_as_the_keys_show(call, rig, tmp_pa
     assert (status, "its seal is wrong" in text) == (1, True)
 
 
-def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call, aged):
-    for number in range(10):
-        aged.age(number, 1000 - 10 * number)
-    status, document = read(call, "prune", aged.url, "--to", 5 * STORED_BYTES)
-    assert (status, document["num_evicted"], document["held_bytes"]) == (0, 8, 5 * STORED_BYTES)
-    assert aged.there() == [False] * 8 + [True] * 2
-    assert set(aged.foreign) <= set(aged.names())
-
-
-def test_prune_by_age_deletes_all_that_is_older(call, aged):
-    for number in range(4):
-        aged.age(number, 8 * DAY_S)
-    status, text = call("prune", aged.url, "--older-than", "7d")
-    assert status == 0
-    assert text.startswith("Deleted 4 objects, 64.00 KiB, and 0 orphaned")
-    assert "144.00 KiB are left" in text
-
-
 def test_rm_by_age_deletes_all_that_is_older_and_nothing_else(call, aged):
     for number in range(4):
         aged.age(number, 8 * DAY_S)
@@ -257,7 +239,7 @@ def test_rm_all_deletes_what_is_ours_and_nothing_else(call, rig):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("prune", "--to", 5 * STORED_BYTES), ("prune", "--older-than", "7d"), ("rm", NAME)],
+    [("rm", "--all", "--older-than", "7d"), ("rm", NAME)],
 )
 def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(call, aged, arguments):
     for number in range(10):

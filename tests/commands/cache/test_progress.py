@@ -99,21 +99,13 @@ def test_a_terminal_that_cannot_go_back_gets_nothing(terminal, monkeypatch):
     assert terminal.lines() == []
 
 
-def test_pruning_counts_what_it_looks_at_and_what_it_deletes(aged, call, terminal, monkeypatch):
-    for number in range(4):
-        aged.age(number, 1000.0)
-    _, lines = written(terminal, monkeypatch, call, "prune", aged.url, "--older-than", "900s")
-    assert lines[:13] == [told("listing objects", n) for n in range(1, 14)]
-    assert lines[-1] == told("deleting", 4)
-
-
 def test_rm_counts(rig, call, terminal, monkeypatch):
     _, lines = written(terminal, monkeypatch, call, "rm", rig.url, "--all")
     assert lines[-1].startswith("deleting: ")
 
 
 @pytest.mark.parametrize(
-    "action", [("ls",), ("verify",), ("rm", "--all"), ("prune", "--older-than", "0s")]
+    "action", [("ls",), ("verify",), ("rm", "--all"), ("rm", "--all", "--older-than", "0s")]
 )
 def test_nothing_is_written_with_json_or_elsewhere(
     folder, call, terminal, monkeypatch, capsys, action
@@ -144,7 +136,7 @@ def test_ctrl_c_ends_it_in_one_line_that_says_what_is_done(rig, call, monkeypatc
     assert text in (f"{begin}.\n", f"{begin}, 1 bad.\n")
 
 
-def test_ctrl_c_ends_pruning_and_what_is_left_can_be_used(folder, call, monkeypatch):
+def test_ctrl_c_ends_rm_and_what_is_left_can_be_used(folder, call, monkeypatch):
     from safe_offload.tiers.files import upkeep
 
     delete, num_deleted = upkeep.delete, 0
@@ -157,8 +149,8 @@ def test_ctrl_c_ends_pruning_and_what_is_left_can_be_used(folder, call, monkeypa
         return delete(*arguments)
 
     monkeypatch.setattr(upkeep, "delete", interrupted)
-    status, text = call("prune", folder.url, "--older-than", "0s")
+    status, text = call("rm", folder.url, "--all")
     assert (status, num_deleted) == (130, 3)
     assert text.startswith("safe-offload: ended by Ctrl-C while deleting, after ")
-    assert call("prune", folder.url, "--older-than", "0s")[0] == 0
+    assert call("rm", folder.url, "--all")[0] == 0
     assert folder.there() == [False] * 10
