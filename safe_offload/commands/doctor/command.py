@@ -110,10 +110,12 @@ def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) 
     configs = _configs(written, vllm)
     pools = memory.pools_of(configs, vllm, machine.shared_memory)
     found += guarded("configuration", configuration.check_environment, machine.environment, vllm)
-    found += guarded("configuration", configuration.check_arguments, vllm, configs)
+    found += guarded("configuration", configuration.check_arguments, vllm)
     found += guarded("versions", versions.check_versions, vllm)
     found += guarded("versions", versions.check_cupy, vllm, installed_cupy(), trials)
-    found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
+    found += guarded("memory", memory.check_pool, machine, pools)
+    found += guarded("memory", memory.check_shared_memory, machine.shared_memory, pools)
+    found += guarded("memory", memory.check_swap, machine, is_gpu=is_gpu)
     is_mla = bool(vllm.model and vllm.model.is_mla and vllm.engine and vllm.engine.num_ranks > 1)
     found += guarded("memory", memory.check_huge_pages, machine, pools, has_copies_for_all=is_mla)
     found += guarded("model", model.check_model, vllm, configs)
@@ -134,18 +136,6 @@ def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[Offloa
         return written.configs(num_ranks)
     except ConfigError:
         return written.configs()
-
-
-def _memory_findings(
-    machine: Machine, pools: Sequence[memory.HostPool], trials: Sequence[Trial], *, is_gpu: bool
-) -> list[Finding]:
-    nodes = {trial.name: trial.node for trial in trials} if is_gpu else {}
-    found = guarded("memory", memory.check_pool, machine, pools)
-    found += guarded("memory", memory.check_shared_memory, machine.shared_memory, pools)
-    found += guarded("memory", memory.check_swap, machine, is_gpu=is_gpu)
-    found += guarded("memory", memory.check_memlock, machine, pools, is_gpu=is_gpu)
-    found += guarded("memory", memory.check_numa, machine, nodes, pools)
-    return found
 
 
 def _check_copies(config: OffloadConfig, trials: list[Trial], vllm: VllmFacts) -> Iterator[Finding]:

@@ -1,14 +1,11 @@
 """Facts of this machine and process, read from the system here alone.
 
-Source: Linux kernel, Documentation/filesystems/proc.rst (meminfo, status), admin-guide/mm/
-transhuge.rst; ABI/stable/sysfs-devices-node; getrlimit(2).
+Source: Linux kernel, Documentation/filesystems/proc.rst (meminfo), admin-guide/mm/transhuge.rst.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import resource
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,19 +16,10 @@ from safe_offload.errors import SharingError
 from safe_offload.node import pools
 from safe_offload.tiers.files.diagnosis import file_system_of
 from safe_offload.worker.memory import huge_pages
-from safe_offload.worker.memory.host_memory import available_host_bytes
-from safe_offload.worker.memory.huge_pages import HugePages, read_text
-from safe_offload.worker.memory.placement import cores_of, numbers_in
+from safe_offload.worker.memory.host_memory import available_host_bytes, stat_values
+from safe_offload.worker.memory.huge_pages import HugePages
 
 UNKNOWN = HugePages("", is_given=True, fix="")
-
-
-@dataclass(frozen=True, slots=True)
-class NumaNode:
-    """One NUMA node: the memory that is free on it, and its cores."""
-
-    free_bytes: int
-    cores: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +63,8 @@ class Machine:
     machine_available_bytes: int  # the same without the limits of the cgroups
     swap_bytes: int = 0
     swap_used_bytes: int = 0
-    memlock_bytes: int | None = None  # that a process may lock; None for no limit
     huge_pages: str = ""  # the word in brackets in `transparent_hugepage/enabled`
     huge_pages_memfd: HugePages = UNKNOWN
-    nodes: Mapping[int, NumaNode] = field(default_factory=dict)
-    allowed_nodes: frozenset[int] = frozenset()  # that this process may take memory from
-    cores: frozenset[int] = frozenset()  # that this process may run on
     environment: Mapping[str, str] = field(default_factory=dict)
     is_root: bool = False
     shared_memory: SharedMemory | None = None
@@ -93,55 +77,20 @@ def read_machine(
     cgroup_root: Path = Path("/sys/fs/cgroup"),
 ) -> Machine:
     """Read the facts from the folders where Linux shows them."""
-    meminfo = _kib_values(proc / "meminfo")
-    swap_bytes = meminfo.get("SwapTotal", 0) * 1024
-    memlock_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    kib = stat_values(proc / "meminfo")
+    swap_bytes = kib.get("SwapTotal:", 0) * 1024
     return Machine(
         available_bytes=available_host_bytes(
             meminfo_path=proc / "meminfo",
             cgroup_path=proc / "self/cgroup",
             cgroup_root=cgroup_root,
         ),
-        machine_available_bytes=meminfo.get("MemAvailable", 0) * 1024,
+        machine_available_bytes=kib.get("MemAvailable:", 0) * 1024,
         swap_bytes=swap_bytes,
-        swap_used_bytes=swap_bytes - meminfo.get("SwapFree", 0) * 1024,
-        memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
+        swap_used_bytes=swap_bytes - kib.get("SwapFree:", 0) * 1024,
         huge_pages=huge_pages.of_private(system).word,
         huge_pages_memfd=huge_pages.of_memfd(system),
-        nodes=_read_nodes(system),
-        allowed_nodes=_allowed_nodes(proc / "self/status"),
-        cores=frozenset(os.sched_getaffinity(0)),
         environment=dict(os.environ),
         is_root=os.geteuid() == 0,
         shared_memory=SharedMemory.read(),
     )
-
-
-def _read_nodes(system: Path) -> dict[int, NumaNode]:
-    nodes: dict[int, NumaNode] = {}
-    for folder in sorted((system / "devices/system/node").glob("node[0-9]*")):
-        number = int(folder.name[4:])
-        try:
-            cores = frozenset(cores_of(number, system))
-        except (OSError, ValueError):
-            cores = frozenset()
-        # Its lines begin with "Node 0 ". File cache counts as free: the kernel drops it on demand.
-        free = _kib_values(folder / "meminfo", skip=2)
-        free_kib = free.get("MemFree", 0) + free.get("FilePages", 0) - free.get("Shmem", 0)
-        nodes[number] = NumaNode(free_kib * 1024, cores)
-    return nodes
-
-
-def _kib_values(path: Path, skip: int = 0) -> dict[str, int]:
-    """Return the `name: number kB` lines of a file, without the first `skip` words of each."""
-    values: dict[str, int] = {}
-    for line in read_text(path).splitlines():
-        words = line.split()[skip:]
-        if len(words) > 1 and words[1].isdigit():
-            values[words[0].rstrip(":")] = int(words[1])
-    return values
-
-
-def _allowed_nodes(path: Path) -> frozenset[int]:
-    match = re.search(r"^Mems_allowed_list:\s*(\S+)", read_text(path), re.MULTILINE)
-    return frozenset(numbers_in(match[1]) if match else ())

@@ -1,9 +1,9 @@
-"""Checks of the host memory: how much there is, whether it can be locked, and where it lies."""
+"""Checks of the host memory: how much there is, and in which pages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -162,31 +162,6 @@ def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:
         yield info(id, f"{used} of swap is in use{locked}")
 
 
-def check_memlock(
-    machine: Machine, pools: Sequence[HostPool], *, is_gpu: bool
-) -> Iterator[Finding]:
-    """Compare the limit for locked memory with the pool of a rank."""
-    id = "memory.memlock"
-    limit_bytes = machine.memlock_bytes
-    if limit_bytes is None:
-        yield ok(id, "a process may lock unlimited memory")
-        return
-    limit = f"a process may lock {format_bytes(limit_bytes)} of memory (ulimit -l)"
-    wanted_bytes = max((pool.rank_bytes or 0 for pool in pools), default=0)
-    if not is_gpu:
-        yield info(id, f"{limit}; the CPU engine locks none, so the limit is irrelevant here")
-    elif limit_bytes >= wanted_bytes:
-        yield ok(id, limit)
-    else:
-        yield warning(
-            id,
-            f"{limit}: the driver may refuse to page-lock the pool, and copies from pageable "
-            "memory are slower and block one another",
-            f"at least {format_bytes(wanted_bytes)}, the pool of one rank, or no limit",
-            "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd",
-        )
-
-
 def check_huge_pages(
     machine: Machine, pools: Sequence[HostPool] = (), *, has_copies_for_all: bool = False
 ) -> Iterator[Finding]:
@@ -218,54 +193,3 @@ def check_huge_pages(
                 "the kernel gives them to memory that asks",
                 f"{setting.fix}, on the host",
             )
-
-
-def check_numa(
-    machine: Machine, gpu_nodes: Mapping[str, int | None], pools: Sequence[HostPool]
-) -> Iterator[Finding]:
-    """Compare the node of each GPU, None if unknown, with the nodes this process may use."""
-    id = "memory.numa"
-    if not gpu_nodes:
-        yield info(id, f"{_nodes(len(machine.nodes))}; no GPU, so placement does not matter")
-        return
-    rank_bytes = sum(pool.rank_bytes or 0 for pool in pools)
-    needed: dict[int, int] = {}
-    for gpu, node in gpu_nodes.items():
-        if node is None or node not in machine.nodes:
-            yield info(id, f"{gpu} is on an unknown NUMA node")
-            continue
-        needed[node] = needed.get(node, 0) + rank_bytes
-        yield _placement(id, machine, gpu, node)
-    for node, needed_bytes in needed.items():
-        free_bytes = machine.nodes[node].free_bytes
-        if needed_bytes > free_bytes:
-            yield warning(
-                id,
-                f"the pools of the GPUs on NUMA node {node} need {format_bytes(needed_bytes)}, "
-                f"and {format_bytes(free_bytes)} is free there: the rest is placed on another "
-                "node, at about half the bandwidth",
-                f"{format_bytes(needed_bytes)} free on node {node}",
-                "lower the pool size, or free memory on that node",
-            )
-
-
-def _placement(id: str, machine: Machine, gpu: str, node: int) -> Finding:
-    has_cores = bool(machine.nodes[node].cores & machine.cores)
-    has_memory = not machine.allowed_nodes or node in machine.allowed_nodes
-    if has_cores and has_memory:
-        return ok(id, f"{gpu} is on NUMA node {node}, whose cores and memory are available")
-    what = "memory" if has_cores else "cores"
-    return warning(
-        id,
-        f"{gpu} is on NUMA node {node}, and this process cannot use the {what} of that node: the "
-        "pool is placed on another one, at about half the bandwidth",
-        f"cores and memory of node {node}",
-        f"docker run --cpuset-cpus and --cpuset-mems with node {node}; in Kubernetes a CPU manager "
-        "policy with topology hints",
-    )
-
-
-def _nodes(count: int) -> str:
-    return (
-        f"{count} NUMA node{'' if count == 1 else 's'}" if count else ("no NUMA nodes are reported")
-    )

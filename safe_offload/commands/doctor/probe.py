@@ -99,8 +99,6 @@ def _read_arguments(arguments: Sequence[str], print_facts: Any) -> None:
 
 def _from_arguments(args: Any) -> dict[str, Any]:
     """Return the facts of an engine without its model."""
-    from safe_offload.compat import engine_config
-
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     return {
         "prefix_caching": args.enable_prefix_caching is not False,
@@ -110,7 +108,6 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         "num_local_ranks": num_ranks
         // (args.nnodes or 1)
         * (args.data_parallel_size_local or args.data_parallel_size),
-        "has_hash_seed": engine_config.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
 

@@ -17,9 +17,7 @@ from safe_offload.layout import Geometry, HostLayout, Segment
 from safe_offload.protocol import MemoryKind
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.cpu import find_move, move_each
-from safe_offload.worker.copies.device import Device
 from safe_offload.worker.loop_thread import LoopThread
-from safe_offload.worker.memory import placement
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.transfers import Transfers
@@ -44,7 +42,6 @@ class Trial:
 
     device: str  # "cpu", or of a GPU such as "cuda:0"
     name: str  # with the product's
-    node: int | None = None  # NUMA node of a GPU
     has_compiled_loop: bool = True  # of the CPU backend
     passed: tuple[str, ...] = ()
     problems: dict[str, str] = field(default_factory=dict)
@@ -72,7 +69,6 @@ def run_trial(
         with torch.cuda.device(device) if trial.is_gpu else contextlib.nullcontext():
             if trial.is_gpu:
                 trial.name = f"{device} ({torch.cuda.get_device_name(device)})"
-                trial.node = placement.numa_node_of(Device(device).pci_address)
             _try_copies(trial, device, config, open)
     except Exception as problem:
         trial.failure = f"{type(problem).__name__}: {problem}"

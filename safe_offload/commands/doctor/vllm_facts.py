@@ -33,7 +33,6 @@ class EngineConfigFacts:
     num_ranks: int  # workers of one engine
     num_local_ranks: int  # workers on this machine, of all data-parallel replicas here
     other_offloading_gib: float | None  # `--kv-offloading-size`; None if it is not set
-    has_hash_seed: bool  # hashes begin with the same seed in every process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,7 @@ def _fitting_value(config: OffloadConfig, bytes_per_rank: int, fitting_bytes: in
 
 def _machine_available_bytes(meminfo_path: Path) -> int:
     """Return MemAvailable, or the free pages where there is no such figure."""
-    available_kib = _stat_values(meminfo_path).get("MemAvailable:")
+    available_kib = stat_values(meminfo_path).get("MemAvailable:")
     if available_kib is not None:
         return available_kib * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -214,7 +214,7 @@ def _cgroup_left_bytes(folder: Path, *, is_version_2: bool) -> int | None:
     limits_bytes = [limit for limit in limits if limit is not None]
     if not limits_bytes or usage_bytes is None:
         return None
-    statistics = _stat_values(folder / "memory.stat")
+    statistics = stat_values(folder / "memory.stat")
     cache_bytes = sum(statistics.get(key, 0) for key in cache_keys)
     return max(0, min(limits_bytes) - max(0, usage_bytes - cache_bytes))
 
@@ -224,7 +224,7 @@ def _read_int(path: Path) -> int | None:
     return _number(read_text(path).strip())
 
 
-def _stat_values(path: Path) -> dict[str, int]:
+def stat_values(path: Path) -> dict[str, int]:
     """Return the `name number` lines of a kernel statistics file."""
     lines = (line.split() for line in read_text(path).splitlines())
     values = {fields[0]: _number(fields[1]) for fields in lines if len(fields) > 1}
