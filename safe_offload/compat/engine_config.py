@@ -12,7 +12,7 @@ from vllm import envs
 from vllm.v1.core import kv_cache_utils
 
 from safe_offload.compat import specs
-from safe_offload.config.tiers import HASH_SEED_VARIABLE, hash_problem
+from safe_offload.config.tiers import SHARED_HASH
 from safe_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+_HASH_SEED = "PYTHONHASHSEED"
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -100,15 +102,24 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
 
 
 def require_shared_hashes(vllm_config: VllmConfig, where: str = '"tiers"') -> None:
-    """Raise a ConfigError if block hashes are not the same in all processes."""
+    """Raise a ConfigError if block hashes are not the same in all processes.
+
+    Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
+    """
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    problem = hash_problem(algorithm, has_seed=has_hash_seed(algorithm))
-    if problem is not None:
-        what, fix = problem
-        raise ConfigError(
-            f'prefix_caching_hash_algo is "{algorithm}", which {what}: other engines, or this one '
-            f"after a restart, would not find blocks in {where}. Fix: {fix}."
-        )
+    shared = f"write --prefix-caching-hash-algo {SHARED_HASH}"
+    if not algorithm.endswith("_cbor"):
+        what, fix = "hashes pickles, which can differ between processes for equal tokens", shared
+    elif not _has_hash_seed(algorithm):
+        what = "uses a seed that differs between processes"
+        fix = f"set {_HASH_SEED} to the same number for all engines"
+        fix += f", or {shared}" if algorithm != SHARED_HASH else ""
+    else:
+        return
+    raise ConfigError(
+        f'prefix_caching_hash_algo is "{algorithm}", which {what}: other engines, or this one '
+        f"after a restart, would not find blocks in {where}. Fix: {fix}."
+    )
 
 
 def refuse_sharing(vllm_config: VllmConfig) -> None:
@@ -132,14 +143,14 @@ def refuse_sharing(vllm_config: VllmConfig) -> None:
             )
 
 
-def has_hash_seed(algorithm: str) -> bool:
+def _has_hash_seed(algorithm: str) -> bool:
     """Return whether the hashes of all processes start from the same seed.
 
     Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, resolve_none_hash_seed; 0.31 has no default.
     """
     has_default = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
     is_default = has_default and algorithm.startswith("sha256")
-    return is_default or HASH_SEED_VARIABLE in os.environ
+    return is_default or _HASH_SEED in os.environ
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:

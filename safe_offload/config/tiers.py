@@ -63,7 +63,6 @@ MAX_REPLICAS: Final = 16
 MAX_TTL_S: Final = 366 * 86400
 
 SHARED_HASH: Final = "sha256_cbor"
-HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,22 +366,3 @@ def schemes_with(*configs: type[TierConfig]) -> str:
     """Return the schemes of places that have the settings of one of these classes."""
     found = (scheme for scheme, kind in KINDS.items() if issubclass(kind.config, configs))
     return ", ".join(f"{scheme}://" for scheme in found)
-
-
-def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
-    """Return the problem of these hashes in another process, and the fix; None if they are found.
-
-    Args:
-        has_seed: all processes know the seed of the hashes.
-
-    Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
-    """
-    if not algorithm.endswith("_cbor"):
-        problem = "hashes pickles, which can differ between processes for equal tokens"
-        return problem, f"write --prefix-caching-hash-algo {SHARED_HASH}"
-    if not has_seed:
-        fix = f"set {HASH_SEED_VARIABLE} to the same number for all engines"
-        if algorithm != SHARED_HASH:
-            fix += f", or write --prefix-caching-hash-algo {SHARED_HASH}"
-        return "uses a seed that differs between processes", fix
-    return None

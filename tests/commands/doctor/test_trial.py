@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from safe_offload.commands.doctor import trial
 from safe_offload.commands.doctor.trial import devices, run_trial
 from safe_offload.config.options import OffloadConfig
 from safe_offload.worker.copies.base import CopyPath
