@@ -36,7 +36,6 @@ class Progress:
         self._next_s = time.monotonic() + INTERVAL_S  # a step that ends at once shows nothing
 
     def advance(self, count: int, size_bytes: int) -> None:
-        """Count more objects."""
         self._count += count
         self._size_bytes += size_bytes
         if self._is_shown and (now_s := time.monotonic()) >= self._next_s:
@@ -54,7 +53,6 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Erase the line."""
         if self._is_shown:
             self._stream.write(_ERASE)
             self._stream.flush()

@@ -52,7 +52,6 @@ class Batch:
             yield index
 
     def settle(self, indices: Iterable[int], result: Result) -> None:
-        """Set the result of some objects."""
         for index in indices:
             self.results[index] = result
 
@@ -101,11 +100,9 @@ class Batch:
     # ---- reading: DONE, CORRUPT or FOREIGN -----------------------------------------------------
 
     def begin_digest(self) -> Digest | None:
-        """See `Seal.begin_digest`."""
         return self._seal.begin_digest()
 
     def judge(self, index: int, header: bytes, buffers: Sequence[memoryview]) -> Result:
-        """Judge an object by its header and its bytes."""
         return self._seal.judge(header, self.names[index], buffers)
 
     async def judge_async(self, index: int, header: bytes, digest: Digest | None = None) -> Result:

@@ -50,16 +50,13 @@ class SealedTier:
 
     @property
     def used_bytes(self) -> int:
-        """See `Tier.used_bytes`."""
         return self._store.used_bytes
 
     @property
     def num_evicted(self) -> int:
-        """See `Tier.num_evicted`."""
         return self._store.num_evicted
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
-        """See `Tier.probe`."""
         if self._calls.is_closed:
             raise OSError(errno.ESHUTDOWN, "the tier is closed")
         found = await self._logged(self._store.has(names)) if names else []
@@ -68,15 +65,12 @@ class SealedTier:
         return [has and n not in self._bad_names for has, n in zip(found, names, strict=True)]
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._run(self._get, names, slots)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._run(self._put, names, slots)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         await self._calls.close()
         await self._store.close()
 

@@ -252,7 +252,6 @@ class WorkerBridge(WorkerSide):
             self._ask_tiers(plan)
 
     def start_load_kv(self) -> None:
-        """Start the loads of the plan."""
         loads, self._loads = self._loads, ()
         for transfer in loads:
             self._submit(Direction.LOAD, transfer, self._loads_mark)
@@ -343,12 +342,10 @@ class WorkerBridge(WorkerSide):
             self.opened.tiers.count_into(counters)
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of this rank's tiers."""
         tiers = None if self.opened is None else self.opened.tiers
         return {} if tiers is None else tiers.gauges()
 
     def clear_connector_metadata(self) -> None:
-        """Cancel the transfers of the plan that no hook has started."""
         self._cancel_unstarted()
 
     def _new_facts(self) -> tuple[HostFacts, ...]:

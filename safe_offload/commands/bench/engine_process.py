@@ -87,7 +87,6 @@ class Turns:
             self._clock.sleep(max(0.0, self._free_s - self._clock.monotonic()))
 
     def end(self, engine: object, spin_s: float = SPIN_S) -> None:
-        """Record the end of a call."""
         self._last, self._free_s = engine, self._clock.monotonic() + spin_s
 
 

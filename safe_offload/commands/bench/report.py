@@ -38,7 +38,6 @@ class Report:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--json`."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and method here")
 
 

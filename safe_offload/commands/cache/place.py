@@ -45,7 +45,6 @@ class Place:
 
     @property
     def use(self) -> str:
-        """See `Store.use`."""
         return self._store.use
 
     def pretend(self, is_dry: bool) -> None:
@@ -161,7 +160,6 @@ class Place:
             self._run(self._store.recount())
 
     def close(self) -> None:
-        """Close the store."""
         self._run(self._store.close())
         self._runner.close()
 

@@ -50,7 +50,6 @@ class Trial:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether the device is a GPU."""
         return self.device != "cpu"
 
 

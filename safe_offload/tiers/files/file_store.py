@@ -218,7 +218,6 @@ class FileStore(Store):
             visit.describe(namespace, text)
 
     def _work_off(self, batch: Batch, work: Work) -> None:
-        """Work off a batch."""
         rest = Result.FAILED
         try:
             with _Visit(self._place) as visit:

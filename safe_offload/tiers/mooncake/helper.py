@@ -107,7 +107,6 @@ class Helper:
         self._room = Room()
 
     def set_up(self, here: str, metadata: str, *more: Any) -> Any:
-        """Set the client up; return a code."""
         *_, protocol, devices, _ = more
         self._is_tcp = protocol == "tcp"
         if not self._is_tcp:
@@ -122,11 +121,9 @@ class Helper:
         self._memories[number] = Memory(descriptor)
 
     def has(self, keys: Sequence[str]) -> Any:
-        """See `Client.has`."""
         return self._store.batch_is_exist(keys)
 
     def sizes(self, keys: Sequence[str]) -> list[int]:
-        """See `Client.sizes`."""
         codes: list[int] = []
         for key in keys:
             codes.append(self._store.get_size(key))
@@ -176,7 +173,6 @@ class Helper:
     def put(
         self, keys: Sequence[str], objects: Sequence[Ranges], num_replicas: int, is_kept: object
     ) -> Any:
-        """See `Client.put`."""
         from mooncake.store import ReplicateConfig, SoftPinAction
 
         how = ReplicateConfig()

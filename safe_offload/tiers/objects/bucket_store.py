@@ -338,7 +338,6 @@ class _Connections:
         self._num_fetching = 0
 
     async def for_fetch(self, _worker_idx: int, work: DoNext) -> None:
-        """Work off objects, one after another."""
         self._num_fetching += 1
         try:
             async with self._fetches:
@@ -365,6 +364,5 @@ async def next_page(pages: Any) -> Any:
 
 
 def _forget_first(names: dict[Name, Any]) -> None:
-    """Keep at most `_NAMES_MAX`."""
     if len(names) > _NAMES_MAX:
         del names[next(iter(names))]

@@ -77,7 +77,6 @@ class _Group:
         return found
 
     def note(self, answers: dict[int, bool]) -> None:
-        """Record answers."""
         self.answers |= answers
         self.low, self.high = -1, len(self)
         for place in sorted(self.answers):
@@ -115,7 +114,6 @@ class _Search:
         self._num_left = REQUESTS_MAX
 
     async def run(self, groups: Sequence[_Group]) -> None:
-        """Find the ends of groups."""
         asked = groups[:_GROUPS_MAX]
         ends = {group: {0, len(group) - 1} for group in asked}
         if len(asked) == 1:

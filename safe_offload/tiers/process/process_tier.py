@@ -111,7 +111,6 @@ class ProcessTier:
         return f"<ProcessTier {self.label}, process {self.process.program.pid}>"
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
-        """See `Tier.probe`."""
         if self._is_closed:
             raise OSError(errno.ESHUTDOWN, "the tier is closed")
         process = await self._connected()
@@ -123,15 +122,12 @@ class ProcessTier:
             raise
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[int]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._move("fetch", names, slots)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[int]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._move("spill", names, slots)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -422,7 +418,6 @@ def _flag(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    """Return a text in printable lines."""
     if not isinstance(value, str):
         raise ProtocolError("no text")
     lines = value.split("\n", LINES_MAX)[:LINES_MAX]

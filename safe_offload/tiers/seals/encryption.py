@@ -52,7 +52,6 @@ class Encryption(Seal):
         self.facts = {FACT: "aes-256-gcm"}
 
     def seal(self, name: Name, buffers: Buffers, room: Room = new_room) -> tuple[bytes, Buffers]:
-        """See `Seal.seal`."""
         length_bytes = sum(buffer.nbytes for buffer in buffers)
         key_id, key = next(iter(self._keys.items()))
         salt = secrets.token_bytes(_SALT_BYTES)
@@ -70,7 +69,6 @@ class Encryption(Seal):
         return head + encryptor.tag, (body,)
 
     def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
-        """See `Seal.judge`."""
         if (decryptor := self._decryptor(found)) is not None:
             for buffer in buffers:
                 for start in range(0, buffer.nbytes, _PIECE_BYTES):
@@ -80,7 +78,6 @@ class Encryption(Seal):
         return _verdict(decryptor, found, name, sum(buffer.nbytes for buffer in buffers))
 
     def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
-        """See `Seal.examine`."""
         decryptor = self._decryptor(found)
         length_bytes = 0
         for piece in pieces:
@@ -95,7 +92,6 @@ class Encryption(Seal):
         return b"".join((head, *body))
 
     def opened_description(self, namespace: bytes, stored: bytes) -> bytes:
-        """See `Seal.opened_description`."""
         head, text = stored[:HEADER_BYTES], bytearray(stored[HEADER_BYTES:])
         result = self.judge(head, _description_of(namespace), [memoryview(text)])
         return bytes(text) if result is Result.DONE else stored
@@ -128,7 +124,6 @@ def _verdict(
 
 
 def _cipher(key: bytes, salt: bytes) -> Cipher[GCM]:
-    """Return the cipher of one object."""
     return Cipher(AES256(_derived(key, salt, b"object")), GCM(_NONCE))
 
 

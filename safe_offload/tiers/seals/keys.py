@@ -82,7 +82,6 @@ def _read_encryption_keys(path: str) -> list[bytes]:
 
 
 def _read(setting: str, path: str) -> tuple[bytes, int]:
-    """Return the content of a file of keys, and its mode."""
     try:
         content, mode = read_file(path, _FILE_BYTES_MAX + 1)
     except OSError as error:

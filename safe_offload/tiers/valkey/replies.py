@@ -115,7 +115,6 @@ class Want:
             self.future.exception()  # seen: who was cancelled does not look
 
     def finish(self, result: object) -> None:
-        """Complete it."""
         self.is_done = True
         if not self.future.done():
             self.future.set_result(result)
@@ -367,7 +366,6 @@ _FLAGS: Final[dict[bytes, Line]] = {b":0": 0, b":1": 1}
 
 
 def _read_line(line: bytes) -> Line:
-    """Parse a reply of one line."""
     if len(line) > LINE_BYTES_MAX:
         raise WireError("the server answered too long a line")
     kind, rest = line[:1], line[1:]
@@ -387,7 +385,6 @@ def _read_line(line: bytes) -> Line:
 
 
 def _number(digits: bytes) -> int:
-    """Return a number of a reply."""
     is_negative = digits[:1] == b"-"
     if not digits[is_negative:].isdigit() or len(digits) - is_negative > _DIGITS_MAX:
         raise WireError("the server answered no number where one belongs")

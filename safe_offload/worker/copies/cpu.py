@@ -45,7 +45,6 @@ class CpuCompletion:
         self.future = future
 
     async def wait(self) -> None:
-        """See `Completion.wait`."""
         try:
             await asyncio.wrap_future(self.future)
         except asyncio.CancelledError:
@@ -94,7 +93,6 @@ class CpuBackend:
         return f"<CpuBackend: {self.num_slots} slots, {[path.value for path in self.paths]}>"
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """See `ProvableBackend.undisturbed`: nothing disturbs copies here."""
         return nullcontext()
 
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
@@ -187,7 +185,6 @@ def _library() -> ctypes.CDLL:
 
 
 def move_each(ranges: Ranges) -> None:
-    """Copy each range by a call of its own."""
     for target, source, length in zip(
         ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
     ):

@@ -65,15 +65,12 @@ class GpuCompletion:
         self.future.set_running_or_notify_cancel()
 
     def choose(self, path: CopyPath) -> None:
-        """Say how it is copied."""
         self.path = path
 
     def fail(self, text: str) -> None:
-        """Say why it will not have copied everything."""
         self.failure = TransferError(FailureReason.COPY_FAILED, text)
 
     async def wait(self) -> None:
-        """See `Completion.wait`."""
         await asyncio.wrap_future(self.future)
 
     def cancel(self) -> bool:

@@ -49,14 +49,11 @@ class Locker(Protocol):
 
     pci_address: str
 
-    def bind_thread(self) -> None:
-        """Let the calling thread use the device also while vLLM captures a graph."""
+    def bind_thread(self) -> None: ...
 
-    def lock(self, address: int, size_bytes: int) -> None:
-        """Page-lock host memory in place, mapped for the device."""
+    def lock(self, address: int, size_bytes: int) -> None: ...
 
-    def unlock(self, address: int) -> None:
-        """Undo `lock`."""
+    def unlock(self, address: int) -> None: ...
 
 
 class PageLock:
@@ -93,7 +90,6 @@ class PageLock:
 
     @property
     def num_usable_slots(self) -> int:
-        """Slots that may be used by now."""
         if self.is_pageable:
             return self._layout.num_slots
         return self._layout.num_slots_within(self._num_locked)
