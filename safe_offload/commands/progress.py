@@ -16,11 +16,9 @@ _ERASE: Final = "\r\x1b[K"
 
 
 class Progress:
-    """Counts objects, and shows the count on a terminal while it is open.
+    """Counts the objects of a step, `what`, and shows the count on a terminal while it is open.
 
-    Attributes:
-        what: the step under way, such as "checking"; `begin` alone changes it.
-        note: shown after the count; `remark` alone changes it.
+    `begin` alone changes the step, and `remark` the note after the count.
     """
 
     def __init__(self, what: str, stream: TextIO | None = None) -> None:

@@ -51,10 +51,7 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """The name of an object; its hash is as vLLM computes it.
-
-    `mark`: the tenant of an object that is written (`Tenants.marks`).
-    """
+    """The name of an object, with its hash as vLLM computes it, and the mark of its tenant."""
 
     namespace: bytes
     group_idx: int
@@ -93,11 +90,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Tier(Protocol):
-    """A place for objects.
-
-    Attributes:
-        label: for the log and the metrics; contains no secret.
-    """
+    """A place for objects; `label`, for the log and the metrics, contains no secret."""
 
     label: str
 
@@ -114,11 +107,7 @@ class Tier(Protocol):
         """Return how often its process was started again; 0 for one in the engine's."""
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
-        """Return which objects are there; they may be gone when they are fetched.
-
-        Raises:
-            OSError: it does not answer.
-        """
+        """Return which objects exist now, or raise OSError if there is no answer."""
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Any]) -> list[Result]:
         """Read objects into slots; the slot of an object that is not DONE may contain anything.

@@ -122,11 +122,7 @@ class Batch:
 
 
 class Calls:
-    """The calls of a tier in flight; it belongs to the loop's thread.
-
-    Attributes:
-        is_closed: no call may begin.
-    """
+    """The calls of a tier in flight, on the loop's thread; once `is_closed`, none may begin."""
 
     def __init__(self) -> None:
         self.is_closed = False

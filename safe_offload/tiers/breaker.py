@@ -40,8 +40,7 @@ _NEXT = {
 class Breaker:
     """A circuit breaker for one kind of call to a tier; it belongs to the loop's thread.
 
-    Args:
-        together: those of a tier, which it joins: if an outage opens several, one says so.
+    It joins `together`, the breakers of its tier: one log line covers an outage that opens several.
     """
 
     def __init__(self, name: str, chance: Callable[[], float], together: list[Breaker]) -> None:

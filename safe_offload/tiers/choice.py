@@ -19,12 +19,10 @@ Facts = MutableMapping[str, str]
 
 
 def open_store(config: TierConfig, slot_bytes: int = 0) -> Store:
-    """Return the place of a tier, for slots of at most `slot_bytes`, or for an operator.
+    """Return the store of a tier, for slots of at most `slot_bytes`, or for an operator.
 
-    The code of a kind is loaded only where there is one.
-
-    Raises:
-        ConfigError: a package is missing, or a file that is named cannot be used.
+    Only the code of its kind is imported. ConfigError: a package is missing, or a named file cannot
+    be used.
     """
     module, _, name = KINDS[config.location.scheme].store.partition(":")
     store: Store = getattr(importlib.import_module(module), name)(config, slot_bytes)

@@ -151,7 +151,7 @@ class GuardedTier:
     async def probe(self, names: Sequence[Name]) -> list[bool] | None:
         """Return which objects exist; None after a timeout or with the circuit breaker open.
 
-        Cancelled, it counts as neither success nor failure.
+        A cancelled probe counts as neither success nor failure.
         """
         breaker = self._breakers[Operation.PROBE]
         is_trial = breaker.state is BreakerState.READY

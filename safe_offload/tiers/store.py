@@ -124,11 +124,7 @@ class Store(ABC):
 
     @abstractmethod
     async def read(self, key: str, start: int, length: int) -> bytes:
-        """Return bytes of an object or a description, fewer at its end.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Return bytes of an object or a description, fewer at its end. FileNotFoundError: none."""
 
     async def is_ours(self) -> bool:
         """Return whether something may be deleted: always where other names are not touched."""
@@ -144,10 +140,8 @@ class Store(ABC):
     async def diagnose(self) -> list[Finding]:
         """Return findings for an operator: whether each verb works, and settings to improve.
 
-        Objects are written to a namespace of their own, and deleted again.
-
-        Raises:
-            OSError: the place does not answer, or refuses every verb.
+        Objects are written to a separate namespace, and deleted again. OSError: the place does not
+        answer, or refuses every verb.
         """
         space = naming.namespace(trial_facts())
         folder = naming.namespace_folder(space)

@@ -22,15 +22,10 @@ leaves time to fetch it."""
 
 
 class TieredProbe:
-    """Finds which blocks are in which tier; it belongs to the loop's thread.
+    """Finds which blocks are in which tier (`Presence.tiers`); it belongs to the loop's thread.
 
-    Args:
-        guarded_tiers: the tiers, nearest first.
-        keys: group and hash of each block.
-        late: holds the tasks that outlive this probe, until they end.
-
-    Attributes:
-        tiers: see `Presence.tiers`.
+    `guarded_tiers` are nearest first, `keys` the group and hash of each block. `late` holds the
+    tasks that outlive this probe, until they end.
     """
 
     def __init__(

@@ -13,15 +13,10 @@ async def outlast(
     give_up: Callable[[], object],
     until_s: float = math.inf,
 ) -> bool:
-    """Wait until futures have ended; a cancellation meanwhile calls `give_up`, and is not raised.
+    """Wait until futures have ended, or until `until_s` of the loop; return whether they have.
 
-    Their slots may be granted again only when they have ended, so a cancelled task waits on.
-
-    Args:
-        until_s: of the event loop's clock.
-
-    Returns:
-        Whether all have ended by then.
+    A cancellation meanwhile calls `give_up`, and is not raised: slots may be granted again only
+    when the futures have ended.
     """
     loop = asyncio.get_running_loop()
     while not all(future.done() for future in futures):

@@ -70,13 +70,8 @@ _SERIES = {
 class WorkerBridge(WorkerSide):
     """The worker side of one rank. Only the thread of vLLM's hooks uses it.
 
-    Args:
-        opening: opens the transfers once vLLM has allocated its KV cache.
-        is_beside_scheduler: it runs on the scheduler's thread, which may ask again for settled
-            transfers.
-
-    Attributes:
-        opened: None before that, and after `shutdown`.
+    It `is_beside_scheduler` if that is the scheduler's thread, which may ask again for settled
+    transfers. `opened` is None until vLLM has allocated its KV cache, and after `shutdown`.
     """
 
     has_changed = True  # changes are not tracked here
@@ -173,10 +168,8 @@ class WorkerBridge(WorkerSide):
     def unregister_kv_caches(self) -> None:
         """Wait for the copies in flight before vLLM frees the KV cache's memory (sleep).
 
-        No copy starts before `restore_kv_caches`.
-
-        Raises:
-            TransferError: a copy does not end; the memory must not be freed.
+        No copy starts before `restore_kv_caches`. TransferError: a copy does not end, so the memory
+        must not be freed.
         """
         self._is_asleep = True
         self._end_idle_timing()

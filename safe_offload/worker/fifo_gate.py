@@ -24,10 +24,7 @@ class Turn:
 
 
 class FifoGate:
-    """Admits transfers, in order, while their bytes are within bounds.
-
-    One transfer is always admitted, so that one larger than the bound runs, too.
-    """
+    """Admits transfers in order while their bytes are within bounds, and always at least one."""
 
     def __init__(self, max_inflight_bytes: int) -> None:
         self._max_bytes = max_inflight_bytes

@@ -19,8 +19,7 @@ Main = Callable[[], Coroutine[Any, Any, None]]
 class Loop(Protocol):
     """An event loop, its clock, and a way to wait for it. vLLM's thread calls the methods.
 
-    Attributes:
-        news: set when there are settled transfers to drain.
+    It sets `news` when there are settled transfers to drain.
     """
 
     news: threading.Event

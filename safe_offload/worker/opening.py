@@ -52,11 +52,8 @@ SLOW_BYTES_PER_S = 1e9
 class Opened:
     """The running worker side of a rank.
 
-    Attributes:
-        share: this rank's part of each store.
-        pool: the host memory shared with other engines, if any.
-        storage: of the KV cache; it must live as long as copies may run.
-        idle_timing: None without a choice of copy paths, or if other engines may use the slots.
+    `share` is its part of each store; the KV cache's `storage` lives as long as copies may run.
+    There is no `idle_timing` without a choice of copy paths, or if other engines may use the slots.
     """
 
     transfers: Transfers
@@ -97,13 +94,9 @@ class Opening:
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
         """Allocate the host memory and start the transfers, if a copy path passes the self-test.
 
-        If another process blocks a shared pool, the memory is this engine's alone.
-
-        Args:
-            kv_caches: by layer name, at least one; views of one storage.
-
-        Raises:
-            ConfigError: the layout is not supported, or the memory cannot be allocated.
+        If another process blocks a shared pool, the memory is this engine's alone. `kv_caches`, by
+        layer name, are views of one storage. ConfigError: the layout is not supported, or the
+        memory cannot be allocated.
         """
         try:
             return self._open(kv_caches)

@@ -25,9 +25,7 @@ TEST_TIMEOUT_S = 60.0
 class PoolMemory:
     """One rank's part of a pool, for as long as this engine uses it.
 
-    Attributes:
-        facts: what the scheduler side needs to find the pool.
-        host: the memory, with room for a `checksum_table` after the slots.
+    By `facts`, the scheduler side finds the pool. After the slots, `host` has a `checksum_table`.
     """
 
     def __init__(self, file: RankFile, folder: str, rank: int) -> None:
@@ -45,11 +43,8 @@ class PoolMemory:
     def tests(self, index: int) -> Iterator[range]:
         """Yield reserved slots, in which no other rank or engine tests meanwhile.
 
-        Args:
-            index: of this rank among those that share the memory.
-
-        Raises:
-            StalledError: another process holds them for too long.
+        `index` is of this rank among those that share the memory. StalledError: another process
+        holds the slots for too long.
         """
         place, folder = TESTS + self._rank + index, self.facts.place[0]
         wait_for(self._file.locks, place, f"testing copies in {folder}", TEST_TIMEOUT_S)
@@ -66,9 +61,7 @@ class PoolMemory:
 def open_pool(wanted: Wanted) -> PoolMemory:
     """Open this rank's part of the pool; create what is missing.
 
-    Raises:
-        ConfigError: the pool cannot be used, or created.
-        StalledError: another process creates it, and makes no progress.
+    ConfigError: it cannot be used or created. StalledError: its creator makes no progress.
     """
     begin_s = time.monotonic()
     try:

@@ -51,13 +51,7 @@ ALONE_HERE = (
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The allocated host memory of a rank.
-
-    Attributes:
-        share: this rank's part of each store.
-        layout: of the slots.
-        pool: None unless other engines use the memory, too.
-    """
+    """The allocated host memory of a rank, and its share of stores; `pool` if engines share it."""
 
     share: Share
     layout: HostLayout
@@ -73,15 +67,10 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The choice of a rank's memory.
+    """The choice of a rank's memory; see `Opening`.
 
-    Attributes:
-        num_ranks_on_host: ranks whose memory together must fit into this machine's.
-        device_type: of the KV cache, as in torch.
-        namespace_facts_of: of the geometry of blocks and the first rank with the same KV cache;
-            called only to share a pool.
-        hash_bytes: the maximum size of a block's hash.
-        for_processes: tiers' processes map the memory, if the system allows it.
+    `device_type` is that of the KV cache, as in torch. `namespace_facts_of` is called only to share
+    a pool. `for_processes`: processes of tiers map the memory, if the system allows it.
     """
 
     config: OffloadConfig
@@ -96,9 +85,7 @@ class MemoryPlan:
     def take(self) -> RankMemory:
         """Allocate the memory.
 
-        Raises:
-            ConfigError: it cannot be allocated.
-            StalledError: another process blocks the pool.
+        ConfigError: it cannot be allocated. StalledError: another process blocks the pool.
         """
         share = Share.of_rank(self.rank, self.config.ranks_per_copy)
         if self.config.sharing is not None and (pool := self._open_pool(share)):

@@ -32,8 +32,7 @@ def open_tiers(
 ) -> tuple[list[GuardedTier], SlotOf]:
     """Open the tiers, each with a namespace from all facts that determine its bytes.
 
-    Args:
-        open_one: opens a tier in this process; None prefers processes.
+    `open_one` opens a tier in this process; None prefers processes.
     """
     slot_of: SlotOf = buffers_of(memory.host.tensor.numpy().data, memory.layout)
     if open_one is None:

@@ -46,17 +46,10 @@ class GivenUpError(SafeOffloadError):
 
 
 class SelfTest:
-    """Tries every copy path of a backend, on its own thread.
+    """Tries every copy path of a backend, on its own thread; `problems` are of those that failed.
 
     Only that thread changes its state, blocks and slots, in steps. It takes no further step once
-    the test has been given up.
-
-    Args:
-        transfers: there are none in flight.
-        host: the host memory, shape (size_bytes,), uint8.
-
-    Attributes:
-        problems: of the paths that failed.
+    the test has been given up. No transfers are in flight; `host` is the memory, as uint8.
     """
 
     def __init__(
@@ -84,8 +77,7 @@ class SelfTest:
     def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
         """Let the backend use the paths that pass; return False if there is none.
 
-        Args:
-            slots: that may be written; None for all that are ready.
+        Only `slots` may be written; None for all that are ready.
         """
         self._slots_allowed = range(self._backend.num_usable_slots) if slots is None else slots
         if not self._slots_allowed:
@@ -133,8 +125,7 @@ class SelfTest:
     def time_again(self) -> None:
         """Repeat the timing while the engine is idle; the shortest time of each copy counts.
 
-        Raises:
-            GivenUpError: a step is about to run.
+        GivenUpError: a step is about to run.
         """
         before = self._timed
         self._deadline_s = time.monotonic() + TIMEOUT_S
@@ -381,12 +372,9 @@ class SelfTest:
 
 
 class IdleTiming:
-    """Repeats the timing of copy paths, on its own thread, until the first step.
+    """Repeats the timing of copy paths of a passed test, on its own thread, until the first step.
 
     Until then, blocks and slots are empty: the timing copies blocks to slots and back.
-
-    Args:
-        test: the passed self-test.
     """
 
     def __init__(self, test: SelfTest) -> None:

@@ -252,8 +252,7 @@ class Transfers:
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
 
-        Returns:
-            Whether all copies and tiers ended in time. If not, the loop goes on until they have.
+        Return whether all copies and tiers ended in time. If not, the loop goes on until they have.
         """
         self._loop.call(self._closing.set)
         if not self._loop.wait(self._ended, timeout_s):

@@ -53,8 +53,7 @@ class Verifier:
     async def check(self, transfer_id: int, copy: Copy) -> list[int]:
         """Record or compare the slots of a successful copy; nothing may write them yet.
 
-        Returns:
-            Slots of a load, of those that `transfer_id` picks, that are not what was stored.
+        Return the slots of a load, of those that `transfer_id` picks, that were changed.
         """
         return await self._threads.run(copy.direction, self._look, transfer_id, copy)
 

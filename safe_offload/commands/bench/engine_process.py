@@ -130,8 +130,7 @@ class EngineProcess:
     ) -> Returned:
         """Call a function of a module with the `vllm.LLM` and an argument, in the engine's process.
 
-        Raises:
-            SafeOffloadError: the engine dies, or does not return in time.
+        SafeOffloadError: the engine dies, or does not return in time.
         """
         _turns.begin(self)
         self._connection.send((function, argument))

@@ -20,11 +20,7 @@ FIRST_PASS_SPREAD_MAX, SECOND_PASS_SPREAD_MAX = 1.10, 1.5
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One request of a round.
-
-    Attributes:
-        place: from 0 in A, B, C, A, B, C, C.
-    """
+    """One request of a round; its place is from 0 in A, B, C, A, B, C, C."""
 
     engine: str
     round_index: int

@@ -295,9 +295,7 @@ def _counted(place: Place) -> Iterator[Item]:
 def _seal_for(described: bytes, seal: Seal) -> Seal:
     """Return the seal that checks the objects of a namespace.
 
-    Args:
-        described: the description of the namespace, empty if it is gone.
-        seal: of the given key; PLAIN without one.
+    `described` is its description, empty if it is gone; `seal` that of the given key, or PLAIN.
     """
     facts = naming.facts_of(described)
     return seal_of(facts, seal) or PLAIN if facts else seal

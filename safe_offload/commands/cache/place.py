@@ -25,15 +25,10 @@ class CacheError(SafeOffloadError):
 
 
 class Place:
-    """A store, one operation at a time.
+    """A store without slots, one operation at a time; `label` is for messages, without secrets.
 
-    Args:
-        store: without slots; `close` closes it.
-        label: for messages; without secrets.
-
-    Attributes:
-        is_dry: nothing is deleted; `pretend` alone changes it.
-        progress: of the current operation; invisible until `show_on` replaces it.
+    `pretend` alone changes `is_dry`: nothing is deleted. `progress` is invisible until `show_on`
+    replaces it.
     """
 
     def __init__(self, store: Store, label: str) -> None:
@@ -86,9 +81,7 @@ class Place:
     def pieces(self, item: Item) -> Iterator[bytes]:
         """Yield the header of an object, HEADER_BYTES if it has one, and then its bytes.
 
-        Raises:
-            FileNotFoundError: it has vanished.
-            OSError: it cannot be read.
+        FileNotFoundError: it has vanished. OSError: it cannot be read.
         """
         at, length = 0, max(self._store.piece_bytes, HEADER_BYTES)
         while at == 0 or at < item.size_bytes:
@@ -106,8 +99,7 @@ class Place:
     def problem_of(self, item: Item, seal: Seal = PLAIN) -> str:
         """Return the defect of an object; empty if there is none, NOT_CHECKED without its key.
 
-        Raises:
-            FileNotFoundError: it has vanished.
+        FileNotFoundError: it has vanished.
         """
         try:
             pieces = self.pieces(item)
@@ -142,8 +134,7 @@ class Place:
     def is_older(self, item: Item, before_s: float) -> bool:
         """Return whether an object was last used before a time; False if it is being written.
 
-        Raises:
-            CacheError: the place does not record when objects were used.
+        CacheError: the place does not record when objects were used.
         """
         if item.is_temporary:
             return False

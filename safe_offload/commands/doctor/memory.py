@@ -166,8 +166,7 @@ def check_huge_pages(
 ) -> Iterator[Finding]:
     """Check whether the kernel gives huge pages on request, as each pool does.
 
-    Args:
-        has_copies_for_all: ranks share one copy (MLA).
+    `has_copies_for_all`: ranks share one copy (MLA).
     """
     id = "memory.huge-pages"
     private = huge_pages.private(machine.huge_pages)

@@ -84,11 +84,7 @@ def _reinstall(installed: str) -> str:
 def check_cupy(
     vllm: VllmFacts, installed: Mapping[str, str], trials: Sequence[Trial]
 ) -> Iterator[Finding]:
-    """Compare cupy, which compiles the kernel that copies small blocks, with torch.
-
-    Args:
-        installed: packages of cupy and their versions.
-    """
+    """Compare the installed cupy, which compiles the kernel for small blocks, with torch."""
     id = "versions.cupy"
     is_gpu = any(trial.is_gpu for trial in trials)
     names = ", ".join(f"{name} {version}" for name, version in installed.items())

@@ -21,11 +21,7 @@ MARK: Final = "safe-offload-doctor:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfigFacts:
-    """The configuration that an engine with these arguments has.
-
-    Attributes:
-        transfer_config: fields of its KVTransferConfig, as vLLM and we have completed them.
-    """
+    """The configuration of an engine with these arguments, as vLLM and we have completed it."""
 
     prefix_caching: bool
     hash_algorithm: str

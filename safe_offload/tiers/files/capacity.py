@@ -68,11 +68,9 @@ _UNDIVIDED: Final[Mapping[int, int]] = {}
 
 
 class Usage(NamedTuple):
-    """The content of the file `usage`.
+    """The content of the file `usage`: bytes of objects and reservations, and the number of counts.
 
-    Attributes:
-        generation: number of counts; reservations of another generation are void.
-        taken_bytes: objects, and reservations of processes.
+    A reservation is void if it was made in another generation.
     """
 
     generation: int
@@ -124,8 +122,7 @@ class CapacityShare:
     def take(self, root_fd: int, size_bytes: int) -> int | None:
         """Reserve room for a file; return the generation for `settle`, or None if there is no room.
 
-        Raises:
-            OSError: the directory cannot be written, or its file system has no `flock`.
+        OSError: the directory cannot be written, or its file system has no `flock`.
         """
         with self._lock:
             if self._draw(root_fd, size_bytes):
@@ -149,10 +146,7 @@ class CapacityShare:
         return self._limit_bytes is not None and size_bytes > self._limit_bytes
 
     def wants_count(self, *, is_refused: bool = False) -> bool:
-        """Return whether to count (`keep`), as little is left, or a write was refused.
-
-        Not if the last count has just made no room.
-        """
+        """Return whether to call `keep`: little is left or a write failed, and it may help."""
         return (self._is_short or is_refused) and time.monotonic() >= self._count_again_at_s
 
     def await_count(self, num_counts: int) -> None:
@@ -210,8 +204,7 @@ class CapacityShare:
     def keep(self, root_fd: int, *, is_disk_full: bool = False) -> Kept | None:
         """Call `keep` with the limit, and record how much room there is.
 
-        Returns:
-            The result of the count; None if another process counted, for which this has waited.
+        Return None if another process counted; this has waited for it.
         """
         kept, has_room = None, False
         try:
@@ -255,14 +248,8 @@ def keep(
 ) -> Kept | None:
     """Count the objects, delete orphans, and evict if there is more than EVICT_FROM of the limit.
 
-    Args:
-        is_disk_full: evict a batch in any case, unless the last one has made no room.
-
-    Returns:
-        The result; None if another process counts.
-
-    Raises:
-        OSError: the directory cannot be written, or its file system has no `flock`.
+    With `is_disk_full`, evict a batch in any case, unless the last one has made no room. Return
+    None if another process is counting. OSError: as `CapacityShare.take`.
     """
     with _opened(LOCK_FILE, root_fd) as lock_fd:
         try:
@@ -471,10 +458,9 @@ def _await_other_count(root_fd: int) -> bool:
 
 
 def _lock(file_fd: int, patience_s: float | None = None) -> None:
-    """Lock a file; `usage` is held by others for microseconds.
+    """Lock a file; other processes hold `usage` for microseconds.
 
-    Raises:
-        OSError: another process holds it for long, and may be stopped; or there is no `flock`.
+    OSError: another process, which may be stopped, holds it for long; or there is no `flock`.
     """
     give_up_at_s = time.monotonic() + (_LOCK_PATIENCE_S if patience_s is None else patience_s)
     while True:

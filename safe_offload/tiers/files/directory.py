@@ -40,12 +40,10 @@ _GONE: Final = (*_NO_FOLDER, errno.EACCES)
 
 
 class Stored(NamedTuple):
-    """A file below the root: names of the folder of its namespace, the one below that, and its own.
+    """A file below the root: its namespace's folder, one of that one's 256 folders, its own name.
 
-    Attributes:
-        size_bytes: as `size_on_disk` has it.
-        used_at_ns: when it was last read or written, since 1970.
-        mark: its tenant, see `marked_ns`.
+    Its size is in whole pages; it was last read or written at `used_at_ns`, since 1970. `mark`: see
+    `marked_ns`.
     """
 
     namespace: str
@@ -95,12 +93,7 @@ def open_root(path: str) -> int:
 def open_our_root(path: str, uid: int, *, make: bool = False) -> int:
     """Return a descriptor of the root, once no other user could have put another in its place.
 
-    Args:
-        path: absolute; links on the way are followed if they are safe.
-
-    Raises:
-        NotOursError: a step on the way is not safe.
-        OSError: it cannot be opened or made.
+    `path` is absolute; links on the way are followed if they are safe. NotOursError: a step is not.
     """
     left = _steps(path)
     here_fd, num_links = os.open("/", _STEP_FLAGS), 0
@@ -249,12 +242,9 @@ def make_folder(name: str, parent_fd: int) -> bool:
 
 
 def require_ours(opened_fd: int, *uids: int) -> None:
-    """Refuse a folder or file of other users; revoke their permissions on ours.
+    """Raise NotOursError for a folder or file of other users; revoke their permissions on ours.
 
     Kubernetes gives volumes with an fsGroup to a group each time it mounts them.
-
-    Raises:
-        NotOursError: see `refusal`.
     """
     found = os.fstat(opened_fd)
     if (problem := refusal(found, opened_fd, uids)) is not None:

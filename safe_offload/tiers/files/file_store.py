@@ -68,12 +68,9 @@ Work = Callable[["_Visit", Batch, int], Result]
 
 
 class FileStore(Store):
-    """See `Store`.
+    """See `Store`. Reads, writes and queries have threads of their own, so none waits for another.
 
-    Reads, writes and queries have threads of their own, so none waits for another.
-
-    Raises:
-        ConfigError: the system refuses a thread, or the file of tenants cannot be used.
+    ConfigError: the system refuses a thread, or the file of tenants cannot be used.
     """
 
     log: _Log

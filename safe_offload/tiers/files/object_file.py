@@ -51,11 +51,7 @@ class ObjectFiles:
     def read(
         self, file: str, folder_fd: int, batch: Batch, index: int, *, is_direct: bool
     ) -> Result:
-        """Read an object into its slot: DONE, CORRUPT, FOREIGN or UNREADABLE.
-
-        Raises:
-            OSError: it is not there, or it cannot be read.
-        """
+        """Read an object into its slot: DONE, CORRUPT, FOREIGN or UNREADABLE; or raise OSError."""
         flags = _READ_FLAGS | (os.O_DIRECT if is_direct else 0)
         file_fd = os.open(file, flags, dir_fd=folder_fd)
         try:
@@ -93,11 +89,7 @@ class ObjectFiles:
     def write(
         self, file: str, folder_fd: int, batch: Batch, index: int, *, is_direct: bool
     ) -> None:
-        """Write an object to a file that must not exist, and may be incomplete if this raises.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write an object to a new file, which may be incomplete if this raises OSError."""
         size_bytes, mark = batch.size_of(index), batch.names[index].mark
         flags = _WRITE_FLAGS | (os.O_DIRECT if is_direct else 0)
         file_fd = os.open(file, flags, FILE_MODE, dir_fd=folder_fd)
@@ -157,8 +149,7 @@ class _OfThread(threading.local):
 def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:
     """Return whether files of a folder can bypass the page cache, and the owner of a new one.
 
-    Raises:
-        OSError: no file can be made.
+    OSError: no file can be created.
     """
     try:
         return True, _try_to_make(file, folder_fd, os.O_DIRECT)

@@ -45,16 +45,11 @@ _HARMLESS: Final = (NO_ROOM, INVALID, *ABSENT, *helper.NO_MASTER)
 
 
 class Client:
-    """Calls to a store; any thread may make them, and waits for the answer.
+    """Calls to a store; any thread may make them, and waits for the answer. OSError: there is none.
 
     A call starts the process if there is none. A failure that may leave a transfer in flight kills
-    the process: all its calls fail, and no byte moves after they have returned.
-
-    Args:
-        segment_bytes: of memory that the process gives to the store.
-        num_calls: in flight; others wait.
-
-    Every call raises OSError if there is no answer.
+    the process: all its calls fail, and no byte moves after they have returned. It gives
+    `segment_bytes` of memory to the store, and serves `num_calls` at a time.
     """
 
     def __init__(self, config: MooncakeConfig, segment_bytes: int = 0, num_calls: int = 1) -> None:
@@ -193,11 +188,7 @@ class _Channel:
 
 
 class _Process(ChildProcess):
-    """A process that runs `helper.py`, in the group of this one.
-
-    Attributes:
-        is_ready: its client is set up; `Client` sets it.
-    """
+    """A process that runs `helper.py`, in this group; `is_ready` once its client is set up."""
 
     def __init__(self, title: str, num_channels: int) -> None:
         pairs = [socket.socketpair() for _ in range(num_channels)]

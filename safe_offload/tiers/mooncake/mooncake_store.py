@@ -58,13 +58,10 @@ Work = Callable[[Batch, Sequence[int]], None]
 
 
 class MooncakeStore(Store):
-    """See `Store`.
+    """See `Store`. ConfigError: a package or a device is missing, or the system refuses a thread.
 
     One process (`Client`) gives memory to the store, queries and deletes. Another one moves bytes,
     and is killed when a transfer fails or hangs, which takes nothing from the store.
-
-    Raises:
-        ConfigError: a package or a device is missing, or the system refuses a thread.
     """
 
     use = "WRITTEN"
@@ -255,8 +252,7 @@ def _no_master(error: OSError) -> PlaceError:
 def _save_keys(page: str) -> IO[bytes]:
     """Return a file with our keys of a page, one per line.
 
-    Raises:
-        OSError, HTTPException: it cannot be read, does not end, or there is no room for the file.
+    OSError, HTTPException: it cannot be read, does not end, or there is no room for the file.
     """
     end_s = time.monotonic() + PAGES_WHOLE_S
     keys = tempfile.TemporaryFile()  # noqa: SIM115 - who reads it drops it

@@ -36,10 +36,9 @@ _FILE_BYTES_MAX: Final = 1 << 16
 
 
 def complete(config: MooncakeConfig) -> MooncakeConfig:
-    """Return a configuration with what its `config_file` says, and with defaults.
+    """Add the settings of `config_file`, and defaults.
 
-    Raises:
-        ConfigError: the file, a package, a library or a device is missing.
+    ConfigError: the file, a package, a library or a device is missing.
     """
     found = _read(config.config_file) if config.config_file else {}
     more: dict[str, Any] = {

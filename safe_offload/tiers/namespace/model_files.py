@@ -131,10 +131,9 @@ def _changed(path: str) -> str:
 
 
 def find_files(place: ModelPlace, since_ns: int) -> tuple[str, dict[str, str], list[str]]:
-    """Return the folder of a model, its files by relative name, and doubts about changes since
-    then.
+    """Return the folder of a model, its files by relative name, and doubts about later changes.
 
-    Without a model on this machine, only doubts.
+    There are only doubts if the model is not on this machine.
     """
     listing = _Listing(since_ns)
     root = ""

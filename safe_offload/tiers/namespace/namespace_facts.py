@@ -36,8 +36,7 @@ _FOREIGN_CODE: Final = re.compile(rb'"([\w.-]+/[\w.-]+)--[\w.]+"')
 class Doubt:
     """Why the facts may not determine what an engine computes.
 
-    Attributes:
-        may_be_vouched_for: `model_version` of a tier stands for what could not be read.
+    If `may_be_vouched_for`, `model_version` of a tier stands for what could not be read.
     """
 
     text: str

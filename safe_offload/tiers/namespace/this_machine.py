@@ -15,12 +15,9 @@ from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
 
 
 def name_here(facts: NamespaceFacts, more: dict[str, str]) -> tuple[str, list[str]]:
-    """Return a name that only engines which compute the same have, and doubts about that.
+    """Return a name that only engines computing the same bytes have, and doubts about that.
 
-    It is the same for all ranks of an engine.
-
-    Args:
-        more: facts beside those of the namespace.
+    All ranks of an engine get the same name. `more` are facts beside those of the namespace.
     """
     since_ns = process_started_ns()
     all_facts = {name: fact for name, fact in facts.facts.items() if name != "rank"} | more

@@ -63,12 +63,9 @@ class Problem(enum.Enum):
 
 
 class StoreError(PlaceError):
-    """A request has failed. It has no cause, as the text of that might contain secrets.
+    """A request failed. The error has no cause: its text might contain secrets.
 
-    Args:
-        action: of the request, such as "read".
-        error: what obstore raised.
-        absent: the meaning of "there is no such object".
+    `action` is the verb of the request, such as "read"; `absent`, the meaning of NOT_FOUND for it.
     """
 
     def __init__(
@@ -109,15 +106,10 @@ _OF_TYPE: Final = {
 
 
 def open_store(config: BucketConfig, environment: Mapping[str, str] = os.environ) -> Store:
-    """Return the bucket of a tier, as obstore knows it; nothing is asked of it yet.
+    """Return the bucket of a tier as obstore knows it; nothing is requested from it yet.
 
-    Args:
-        config: of the tier; its path is ahead of all names.
-        environment: is searched for credentials; obstore reads that of the process.
-
-    Raises:
-        ConfigError: obstore is missing or cannot use what it was given, or a profile is named that
-            boto3 does not find.
+    `environment` is searched for credentials; obstore reads that of the process. ConfigError:
+    obstore is missing or rejects its settings, or boto3 does not find the named profile.
     """
     try:
         from obstore.store import from_url

@@ -52,11 +52,7 @@ Connection = Callable[[int, DoNext], Coroutine[Any, Any, None]]
 
 
 class BucketStore(Store):
-    """See `Store`.
-
-    Raises:
-        ConfigError: see `open_store`.
-    """
+    """See `Store`; raises as `open_store`."""
 
     use = "WRITTEN"
     place_id = "tiers.bucket"
@@ -233,11 +229,7 @@ class BucketStore(Store):
     # ---- requests -----------------------------------------------------------------------------
 
     async def _ask(self, names: Sequence[Name]) -> list[bool]:
-        """Return whether the store has each name, by one request for each.
-
-        Raises:
-            OSError: a request failed.
-        """
+        """Return whether the store has each name, by one request for each; OSError if one fails."""
         asking = [asyncio.ensure_future(self._look(name)) for name in names]
         self._looking.update(asking)
         try:
@@ -284,14 +276,7 @@ class BucketStore(Store):
     async def _request(
         self, what: str, request: Awaitable[T], answers: Sequence[Problem] = ()
     ) -> T:
-        """Return the result of a request.
-
-        Args:
-            answers: problems that are not logged.
-
-        Raises:
-            StoreError: it failed.
-        """
+        """Return the result, or raise a StoreError, logged unless its kind is in `answers`."""
         absent = Problem.NO_BUCKET if what in ("write", "list") else Problem.NOT_FOUND
         try:
             return await request

@@ -32,11 +32,8 @@ Ask = Callable[[Sequence[Name]], Awaitable[list[bool]]]
 async def find_present(names: Sequence[Name], ask: Ask) -> list[bool]:
     """Return whether the store is assumed to have each name.
 
-    Args:
-        ask: returns whether the store has some of them, by one request for each.
-
-    Raises:
-        OSError: of `ask`.
+    `ask` returns whether the store has some of them, by one request for each; its OSError is
+    raised.
     """
     if len(names) <= REQUESTS_MAX:
         return await ask(names)

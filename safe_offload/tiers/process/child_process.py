@@ -21,13 +21,8 @@ from safe_offload.threads import environment
 class ChildProcess:
     """A Python program that gets descriptors as its last arguments, and can be killed at any time.
 
-    Args:
-        variables: of its environment, beside ours.
-        leads_group: it has a group of its own, with which all that it starts is killed, and which
-            no Ctrl-C reaches; else it stays in that of this process.
-
-    Raises:
-        OSError, ValueError: the system refuses it.
+    Its environment is `variables` and ours. If it leads a group, all that it starts is killed with
+    it, and Ctrl-C does not reach it. OSError, ValueError: the system refuses it.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ except Exception as error:
 
 
 class ProcessTier:
-    """See `Tier`; its slots are numbers.
+    """See `Tier`; its slots are numbers. ConfigError: as `open_store`, or it does not start.
 
     The next call restarts a process that has ended. A process that holds on to slots is killed. A
     call ends when the process answers it, or when the process and all that it has started are dead:
@@ -76,13 +76,6 @@ class ProcessTier:
     Args:
         facts: see `SealedTier`; they may grow until the first spill.
         memory: of the slots; it stays mapped.
-
-    Attributes:
-        process: the current one, or the last.
-        num_restarts: how often the process was restarted.
-
-    Raises:
-        ConfigError: as `open_store`, or the process does not start.
     """
 
     def __init__(self, setup: Setup, facts: Mapping[str, str], memory: MappedFile) -> None:
@@ -217,11 +210,9 @@ class ProcessTier:
 
 
 class Process:
-    """The process of a tier and the connection to it.
+    """The process of a tier, which leads its process group, and the connection to it.
 
-    Attributes:
-        pid: its number, and that of its process group.
-        is_wanted: nobody has closed it, so its end is logged.
+    Its end is logged while it `is_wanted`.
     """
 
     def __init__(self, setup: bytes, memory: MappedFile, label: str = "") -> None:
@@ -254,10 +245,9 @@ class Process:
         self._is_killed = False
 
     def wait_until_ready(self) -> str:
-        """Return when it has opened its tier: an empty text, or why it refuses to.
+        """Wait until it has opened its tier; return why it refuses to, or an empty text.
 
-        Raises:
-            OSError: it does not start; the error that ended it, if it was one.
+        OSError: it does not start; the error that ended it, if known.
         """
         try:
             self.socket.settimeout(START_S)

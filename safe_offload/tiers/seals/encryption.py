@@ -39,11 +39,7 @@ _PIECE_BYTES: Final = 64 << 10
 
 
 class Encryption(Seal):
-    """Encrypts objects.
-
-    Args:
-        keys: random ones of 32 bytes; the first encrypts, all decrypt.
-    """
+    """Encrypts objects with the first of `keys`, random ones of 32 bytes, and decrypts with all."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         super().__init__(keys[0])

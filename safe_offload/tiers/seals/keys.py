@@ -31,8 +31,7 @@ _HIDE_IT: Final = "set its mode to 0400, or 0440 in a Kubernetes secret (default
 def open_seal(config: TierConfig) -> Seal:
     """Return the seal of a tier: PLAIN without a file of keys.
 
-    Raises:
-        ConfigError: a file has no key, one that can be guessed, or is not kept from others.
+    ConfigError: a file has no key, one that can be guessed, or is not kept from others.
     """
     if config.encryption_key_file is not None:
         from safe_offload.tiers.seals.encryption import Encryption

@@ -56,13 +56,9 @@ class _RefusedError(Exception):
 
 
 class Login:
-    """Makes connections to the servers of a tier.
+    """Connects to the servers of a tier, as `name` in CLIENT LIST, if it is not empty.
 
-    Args:
-        name: in CLIENT LIST; none is given if it is empty.
-
-    Raises:
-        ConfigError: a file of certificates cannot be used.
+    ConfigError: a file of certificates cannot be used.
     """
 
     def __init__(self, config: ValkeyConfig, name: str = CLIENT_NAME) -> None:
@@ -83,11 +79,7 @@ class Login:
         return self._tls is not None
 
     async def connect(self, address: Address) -> Wire:
-        """Return a connection that is logged in.
-
-        Raises:
-            LoginError: there is none.
-        """
+        """Return a connection that is logged in, or raise LoginError."""
         password = self._config.location.password
         if self._config.password_file is not None:
             password = await asyncio.to_thread(read_password, self._config)
@@ -118,9 +110,7 @@ class Login:
     async def _greet(self, wire: Wire, password: str) -> None:
         """Authenticate, and select the database.
 
-        Raises:
-            _RefusedError: the server refuses a command.
-            WireError: it does not speak the protocol.
+        _RefusedError: the server refuses a command. WireError: it does not speak the protocol.
         """
         place = self._config.location
         words = [word.encode() for word in (place.user, password) if word or place.user]
@@ -145,8 +135,7 @@ def command(*words: bytes) -> bytes:
 def read_password(config: ValkeyConfig) -> str:
     """Return the password, from the file if there is one; empty for none.
 
-    Raises:
-        LoginError: the file cannot be read, or is no text of such a length.
+    LoginError: the file cannot be read, is too long, or is not text.
     """
     path = config.password_file
     if path is None:
@@ -166,8 +155,7 @@ def read_password(config: ValkeyConfig) -> str:
 def tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
     """Return the context that checks certificates, and always their names; None without TLS.
 
-    Raises:
-        ConfigError: a file of certificates cannot be used.
+    ConfigError: a file of certificates cannot be used.
     """
     if not isinstance(config, ValkeyTlsConfig):
         return None

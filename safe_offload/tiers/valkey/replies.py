@@ -152,8 +152,7 @@ class Lines(Want):
 class Value(Want):
     """An object: a line with its length, its header, its bytes, and an end of line.
 
-    Args:
-        note: called with each piece of the slot that has been filled, in order.
+    `note` is called with each piece of the slot that has been filled, in order.
     """
 
     def __init__(

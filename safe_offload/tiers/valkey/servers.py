@@ -54,14 +54,10 @@ class ConnectionPool:
         return self._num_waiting > 0
 
     async def use(self, work: Callable[[Wire], Awaitable[T]]) -> T:
-        """Return the result of some work on a connection, which is closed if the work raises.
+        """Return the result of `work` on a connection, which is closed if the work raises.
 
-        Args:
-            work: retried once, on a new connection, if its connection was one that the server had
-                closed while it was idle (`StaleError`).
-
-        Raises:
-            OSError: there is no connection, or it was lost.
+        The work is retried once, on a new connection, if the server had closed its connection while
+        it was idle (`StaleError`). OSError: there is no connection, or it was lost.
         """
         try:
             return await self._use(work, is_new=False)
@@ -204,8 +200,7 @@ class Servers:
     async def place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
         """Return the positions of the keys that each server has; None has those of no server.
 
-        Raises:
-            OSError: no server knows.
+        OSError: no server knows.
         """
         if self._owners is None and not self._is_known:
             await self.refresh(self.version)
@@ -240,11 +235,7 @@ class Servers:
         return asyncio.get_running_loop().time() - self._asked_at_s >= REFRESH_S
 
     async def refresh(self, version: int) -> None:
-        """Query the topology, unless it was learned since `version`.
-
-        Raises:
-            OSError: no server answers.
-        """
+        """Query the topology, unless it was learned since `version`. OSError: no server answers."""
         async with self._refreshing:
             if version != self.version:
                 return

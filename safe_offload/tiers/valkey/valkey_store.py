@@ -69,11 +69,7 @@ _STRANGE: Final = ErrorReply("ERR", "")
 
 
 class ValkeyStore(Store):
-    """See `Store`.
-
-    Raises:
-        ConfigError: certificates cannot be used.
-    """
+    """See `Store`. ConfigError: certificates cannot be used."""
 
     piece_bytes = TEXT_BYTES_MAX
     log: ServerLog
@@ -187,9 +183,8 @@ class ValkeyStore(Store):
     ) -> None:
         """Pipeline the requests of a queue, until it is empty or another call needs the connection.
 
-        Args:
-            steps: one that requests an object and returns the future of its reply, and one that
-                turns the reply into a result.
+        The first of `steps` requests an object and returns the future of its reply; the second
+        turns the reply into a result.
         """
         ask, judge = steps
         batch = keyed.batch
@@ -323,8 +318,7 @@ class ValkeyStore(Store):
     async def _ask(self, keys: Sequence[bytes], commands: Sequence[bytes]) -> list[Line | OSError]:
         """Send one command for each key; return for each the answer, or why there is none.
 
-        Raises:
-            OSError: no server can be reached at all.
+        OSError: no server can be reached at all.
         """
         answers: list[Line | OSError] = [LoginError("the tier is closed")] * len(keys)
         left = list(range(len(keys)))

@@ -90,9 +90,8 @@ class Wire(asyncio.BufferedProtocol):
     ) -> asyncio.Future[bytes | Misfit | ErrorReply | None]:
         """Send a command whose reply is an object, and read that into a slot; see `Value`.
 
-        Returns:
-            The header of the object once its bytes are in the slot; or a misfit, an error, or None
-            if there is no such object.
+        The future is the header once the bytes are in the slot; or a misfit, an error, or None if
+        there is no such object.
         """
         want = Value(self._loop, slot, note)
         self._ask(command, want)

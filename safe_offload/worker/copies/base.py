@@ -38,11 +38,9 @@ class CopyPath(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Whole blocks to or from whole slots.
+    """Whole blocks to or from whole slots: two arrays of shape (n,), int64.
 
-    Attributes:
-        block_ids: shape (n,), int64.
-        slot_ids: shape (n,), int64; partner of `block_ids`, no slot twice in a store.
+    No slot is twice in a store.
     """
 
     direction: Direction
@@ -70,20 +68,14 @@ class Completion(Protocol):
     def cancel(self) -> bool:
         """Take the copy back, if it has not begun. Called on the loop's thread.
 
-        Of one that has begun, the rest may be given up: `wait` raises TransferError when what has
-        begun has ended.
-
-        Returns:
-            True if it has moved nothing and never will: `wait` then raises TransferError at once.
+        Return True if it has moved nothing and never will: `wait` then raises TransferError at
+        once. The rest of one that has begun may be given up: `wait` raises when what has begun has
+        ended.
         """
 
 
 class Backend(Protocol):
-    """Copies between one rank's GPU blocks and its host slots.
-
-    Attributes:
-        num_demotions: how often a path was left because it failed.
-    """
+    """Copies between one rank's GPU blocks and its host slots; counts the paths that failed."""
 
     slot_bytes: int
     num_slots: int
@@ -100,20 +92,15 @@ class Backend(Protocol):
         """Start a copy that begins when the compute stream has passed `after`, without waiting.
 
         Called on the loop's thread, which does not wait for the device's driver either. Copies of
-        the two directions do not wait for one another.
-
-        Raises:
-            TransferError: an id lies outside the memory; nothing was started.
+        the two directions do not wait for one another. TransferError: an id lies outside the
+        memory; nothing was started.
         """
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
-        """Order everything that vLLM does next after the reads of a copy.
+        """Order everything that vLLM does next after the reads of a copy. Called on vLLM's thread.
 
-        Called on vLLM's thread. A backend with streams makes them wait, when the driver has been
-        given the copy; one without waits itself.
-
-        Returns:
-            False if the copy may still be reading: its source is about to change under it.
+        A backend with streams makes them wait, when the driver has been given the copy; one without
+        waits itself. Return False if the copy may still be reading: its source is about to change.
         """
 
     def join(self, completion: Completion) -> bool:
@@ -138,11 +125,7 @@ class Backend(Protocol):
 
 
 class ProvableBackend(Backend, Protocol):
-    """A backend whose ways to copy can be tried one by one (worker/self_test.py).
-
-    Attributes:
-        paths: ways to copy that are in use.
-    """
+    """A backend whose copy `paths` in use can be tried one by one (worker/self_test.py)."""
 
     paths: tuple[CopyPath, ...]
 
@@ -158,8 +141,7 @@ class ProvableBackend(Backend, Protocol):
         """Return what keeps the backend from preparing memory in the background meanwhile."""
 
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
-        """Copy by some of its paths only, the one wanted first; nothing is being copied.
+        """Copy by some of its paths only, the preferred one first; nothing is being copied.
 
-        Args:
-            timed: what copies took; without them it chooses by what others have measured.
+        Without times in `timed`, it chooses by measurements of other machines.
         """

@@ -23,8 +23,7 @@ from safe_offload.worker.memory.host_memory import HostMemory
 def prepare(device_type: str, config: OffloadConfig) -> None:
     """Begin what `open_backend` needs and what does not depend on the KV cache; never raises.
 
-    Args:
-        device_type: of vLLM's device, as in torch.
+    `device_type` is that of vLLM's device, as in torch.
     """
     if device_type == "cuda" and config.copy_path in ("auto", CopyPath.KERNEL.value):
         with contextlib.suppress(RuntimeError):  # no thread can be started

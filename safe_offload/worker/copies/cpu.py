@@ -60,12 +60,8 @@ class CpuCompletion:
 class CpuBackend:
     """See `Backend` and `ProvableBackend`: the compiled loop, then the interpreted one.
 
-    `use` changes `paths` and `_move`, while nothing is being copied; nothing else changes.
-
-    Args:
-        base_address: of the KV cache's storage, in bytes.
-        host: the slots. Closed by `close`.
-        threads: copy. Closed by `end_copies`.
+    `use` changes `paths` and `_move`, while nothing is being copied; nothing else changes. `close`
+    closes `host`, the slots, and `end_copies` the threads.
     """
 
     def __init__(

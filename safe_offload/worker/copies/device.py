@@ -60,15 +60,8 @@ def import_cupy(name: str = "cupy") -> Any:
 class Device:
     """One GPU. Every method raises `DeviceError`, or what torch or cupy raise, if it is refused.
 
-    Only `load_kernel` changes it, before the first copy.
-
-    Args:
-        torch_module: torch, or what stands in for it.
-        library: of the driver; None loads the one that torch uses.
-
-    Attributes:
-        driver: what torch and cupy do not offer.
-        pci_address: such as "0000:07:00.0", empty if torch does not provide it.
+    Only `load_kernel` changes it, before the first copy. `library` is the driver's, by default the
+    one that torch uses. `pci_address` is empty if torch does not provide it.
     """
 
     def __init__(

@@ -65,13 +65,10 @@ _BATCH_TYPE = ctypes.CFUNCTYPE(
 
 
 class Driver:
-    """A driver's calls, under one name for both.
+    """A driver's calls, under one name for CUDA and HIP; an old driver has no `copy_batch`.
 
     Every method raises `DeviceError` if the driver lacks or refuses the call, and its kind
     `CaptureError` if a CUDA graph is being captured.
-
-    Attributes:
-        has_batch: whether `copy_batch` works: not with a driver that is too old.
     """
 
     _copy_name: str
@@ -228,12 +225,9 @@ class HipDriver(Driver):
 
 
 def load_library(*, is_hip: bool, maps_path: Path = Path("/proc/self/maps")) -> Any:
-    """Load the driver that torch uses: the file that is mapped, else by name.
+    """Load the driver that torch uses: the file that is mapped, else by name; or raise DeviceError.
 
     A second copy of HIP's runtime in the process would know nothing of torch's device.
-
-    Raises:
-        DeviceError: it cannot be loaded.
     """
     stem, names = ("libamdhip64", HIP_NAMES) if is_hip else ("libcuda", ("libcuda.so.1",))
     mapped = re.search(

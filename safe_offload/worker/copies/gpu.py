@@ -49,16 +49,11 @@ Nothing waits for a store, and copy engines take no multiprocessors from the for
 
 
 class GpuBackend:
-    """See `Backend` and `ProvableBackend`.
+    """See `Backend` and `ProvableBackend`; `close` closes `host`, the slots.
 
     `paths` and `num_demotions` change on the threads of the lanes, `_is_closed` when the loop has
-    ended.
-
-    Args:
-        base_address: of the KV cache's storage, on the device.
-        layout: where blocks and slots lie; each slab becomes usable when it is page-locked.
-        host: the slots. Closed by `close`.
-        path: how to copy; None chooses for each copy by what the ways take.
+    ended. Each slab becomes usable when it is page-locked. Without a `path`, it chooses one for
+    each copy by the times measured.
     """
 
     def __init__(

@@ -74,7 +74,6 @@ class GpuCompletion:
         await asyncio.wrap_future(self.future)
 
     def cancel(self) -> bool:
-        """See `Completion.cancel`; what a stream has been given cannot be taken back."""
         return self.lane.give_up(self)
 
 

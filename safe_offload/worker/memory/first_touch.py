@@ -37,10 +37,7 @@ class FirstTouch:
     """Touches the slots beyond the highest that was stored, in the order in which they are granted.
 
     Only `will_store`, on the loop's thread, changes `_num_wanted`; only `stop` sets `_is_stopping`.
-
-    Args:
-        touch: must not change what another thread writes at the same time.
-        address, layout: of the host memory, which has one slab.
+    `touch` must not change what another thread writes at the same time. The memory has one slab.
     """
 
     def __init__(

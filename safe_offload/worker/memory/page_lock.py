@@ -59,10 +59,8 @@ class Locker(Protocol):
 class PageLock:
     """Locks the slabs of a host memory, and unlocks them at the end.
 
-    Its thread alone changes `facts` and `_num_locked`; others read them.
-
-    Attributes:
-        facts: of the memory; another object once no more will be locked.
+    Its thread alone changes `facts`, to another object once no more will be locked, and
+    `_num_locked`; others read them.
     """
 
     def __init__(self, device: Locker, address: int, layout: HostLayout) -> None:
@@ -106,8 +104,7 @@ class PageLock:
     def close(self) -> bool:
         """Stop locking and unlock everything; nothing may copy any more. A second call is free.
 
-        Returns:
-            Whether the memory may be unmapped: the driver has let go of all of it.
+        Return whether the memory may be unmapped: the driver has let go of all of it.
         """
         self._stopping.set()
         self._may_lock.set()

@@ -185,8 +185,7 @@ class _Process:
     def this(cls) -> Self:
         """Return this process.
 
-        Raises:
-            SharingError: /proc belongs to another PID namespace, so it cannot identify others.
+        SharingError: /proc belongs to another PID namespace, so it cannot identify others.
         """
         process = cls.of("self")
         if (process.number, process.parent) != (os.getpid(), os.getppid()):
