@@ -71,7 +71,7 @@ class PlaceError(OSError):
         super().__init__(f"{problem}. {fix}" if fix else problem)
         self.problem, self.fix, self.is_down = problem, fix, is_down
 
-    def said_of(self, label: str) -> str:
+    def line_for(self, label: str) -> str:
         """Return a line with the problem of a place, and the fix."""
         fix = self.fix or "Check the log of its server"
         return f"{label}: {self.problem}. Fix: {fix[0].lower()}{fix[1:]}."

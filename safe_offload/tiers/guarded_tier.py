@@ -156,7 +156,7 @@ class GuardedTier:
         breaker = self._breakers[Operation.PROBE]
         is_trial = breaker.state is BreakerState.READY
         if self._breakers[Operation.FETCH].state is BreakerState.OPEN or not breaker.admits():
-            self._note(Operation.PROBE, 0.0, {LEFT_ALONE: len(names)})
+            self._record(Operation.PROBE, 0.0, {LEFT_ALONE: len(names)})
             return None
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
@@ -172,15 +172,15 @@ class GuardedTier:
         if not task.done():
             self._leave(task)
             breaker.fail(f"a probe did not finish within {seconds:g} s")
-            self._note(Operation.PROBE, seconds, {"timed_out": len(names)})
+            self._record(Operation.PROBE, seconds, {"timed_out": len(names)})
             return None
         found, problem = _result_of(task, len(names), bool)
         if problem:
             breaker.fail(problem, is_logged=_is_logged(task))
-            self._note(Operation.PROBE, seconds, {Result.FAILED.value: len(names)})
+            self._record(Operation.PROBE, seconds, {Result.FAILED.value: len(names)})
             return None
         breaker.succeed()
-        self._note(Operation.PROBE, seconds, {"present": sum(found)})
+        self._record(Operation.PROBE, seconds, {"present": sum(found)})
         return found
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Any]) -> Sequence[Result] | None:
@@ -228,7 +228,7 @@ class GuardedTier:
         with contextlib.ExitStack() as turn:
             turn.callback(lane.release)
             if not breaker.admits():
-                self._note(operation, 0.0, {LEFT_ALONE: len(names)})
+                self._record(operation, 0.0, {LEFT_ALONE: len(names)})
                 return None
             is_trial = breaker.state is BreakerState.TRYING
             loop = asyncio.get_running_loop()
@@ -265,7 +265,7 @@ class GuardedTier:
             outcome[Result.FULL.value] = counts[Result.FULL] + still_full
         if cancelled := outcome.pop(Result.CANCELLED.value, 0):
             outcome["timed_out" if is_late else Result.CANCELLED.value] = cancelled
-        self._note(operation, seconds, outcome, num_moved * self._slot_bytes)
+        self._record(operation, seconds, outcome, num_moved * self._slot_bytes)
         return results
 
     async def _outlast(
@@ -316,7 +316,7 @@ class GuardedTier:
 
         probe.add_done_callback(forget)
 
-    def _note(
+    def _record(
         self, operation: Operation, seconds: float, results: dict[str, int], size_bytes: int = 0
     ) -> None:
         self._calls.append(Call(operation, seconds, results, size_bytes))

@@ -21,15 +21,15 @@ class RareLog:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._said_at_s: dict[Hashable, float] = {}
+        self._logged_at_s: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
         now_s = time.monotonic()
-        if now_s - self._said_at_s.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
+        if now_s - self._logged_at_s.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
             return False
-        if len(self._said_at_s) >= KINDS_MAX:
-            self._said_at_s.clear()
-        self._said_at_s[kind] = now_s
+        if len(self._logged_at_s) >= KINDS_MAX:
+            self._logged_at_s.clear()
+        self._logged_at_s[kind] = now_s
         return True
 
     def failure(self, error: OSError) -> None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _TO_DELETE = (Result.CORRUPT, Result.FOREIGN)
 _TO_HIDE = (Result.UNREADABLE, Result.UNDECRYPTABLE)
-_NOT_SAID = {*Result}.difference(_TO_DELETE, _TO_HIDE)
+_NOT_LOGGED = {*Result}.difference(_TO_DELETE, _TO_HIDE)
 
 T = TypeVar("T")
 Work = Callable[[Batch], Awaitable[None]]
@@ -108,7 +108,7 @@ class SealedTier:
 
     async def _get(self, batch: Batch) -> None:
         await self._store.get(batch)
-        self._note(batch)
+        self._remember_bad(batch)
         bad = [i for i, result in enumerate(batch.results) if result in _TO_DELETE]
         if not bad:
             return
@@ -121,18 +121,18 @@ class SealedTier:
 
     async def _put(self, batch: Batch) -> None:
         await self._store.put(batch)
-        self._note(batch)
+        self._remember_bad(batch)
         done = zip(batch.names, batch.results, strict=True)
         await self._describe({n.namespace for n, r in done if r is Result.DONE}, batch.undescribed)
 
-    def _note(self, batch: Batch) -> None:
+    def _remember_bad(self, batch: Batch) -> None:
         """Remember which objects are unusable, and which are usable again."""
-        if not self._bad_names and _NOT_SAID.issuperset(batch.results):
+        if not self._bad_names and _NOT_LOGGED.issuperset(batch.results):
             return
         for name, result in zip(batch.names, batch.results, strict=True):
             if result is Result.DONE:
                 self._bad_names.discard(name)
-            elif result not in _NOT_SAID:
+            elif result not in _NOT_LOGGED:
                 self._store.log.bad_object(result, self._store.key_of(name))
                 if result in _TO_HIDE:
                     self._bad_names.add(name)

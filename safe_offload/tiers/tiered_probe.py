@@ -39,18 +39,18 @@ class TieredProbe:
         self._keys = keys
         self._generation = generation
         self._late = late
-        self._asking: dict[asyncio.Task[None], int] = {}
+        self._probing: dict[asyncio.Task[None], int] = {}
         self._answered_s: dict[int, float] = {}
         self._begin_s = 0.0
         self.tiers = bytearray(len(keys))
 
     def __repr__(self) -> str:
-        return f"<TieredProbe for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
+        return f"<TieredProbe for {len(self._keys)} keys, {len(self._probing)} tiers are probed>"
 
     async def run(self) -> None:
         """Probe; return when all blocks are found, or no other answer is worth waiting for."""
         if len(self._guarded_tiers) == 1:
-            await self._ask(1)
+            await self._probe_tier(1)
             return
         loop = asyncio.get_running_loop()
         self._begin_s = loop.time()
@@ -58,20 +58,20 @@ class TieredProbe:
             for number in range(1, len(self._guarded_tiers) + 1):
                 if not self._missing():
                     return
-                task = loop.create_task(self._ask(number))
-                self._asking[task] = number
+                task = loop.create_task(self._probe_tier(number))
+                self._probing[task] = number
                 if number < len(self._guarded_tiers):
                     await asyncio.wait({task}, timeout=HEAD_START_S)
                     self._take_answers()
-            while self._asking and self._missing():
+            while self._probing and self._missing():
                 left_s = self._until_s() - loop.time()
                 if left_s <= 0:
                     return
                 timeout_s, first = left_s if left_s < math.inf else None, asyncio.FIRST_COMPLETED
-                await asyncio.wait(self._asking, timeout=timeout_s, return_when=first)
+                await asyncio.wait(self._probing, timeout=timeout_s, return_when=first)
                 self._take_answers()
         except asyncio.CancelledError:
-            for task in self._asking:
+            for task in self._probing:
                 task.cancel()
             raise
         finally:
@@ -80,7 +80,7 @@ class TieredProbe:
     def _missing(self) -> list[int]:
         return [place for place, number in enumerate(self.tiers) if not number]
 
-    async def _ask(self, number: int) -> None:
+    async def _probe_tier(self, number: int) -> None:
         guarded, places = self._guarded_tiers[number - 1], self._missing()
         names = guarded.names([self._keys[place] for place in places], self._generation)
         found = await guarded.probe(names)
@@ -93,15 +93,15 @@ class TieredProbe:
 
     def _take_answers(self) -> None:
         """Forget the tasks that have ended; raise what one of them raised."""
-        for task in [task for task in self._asking if task.done()]:
-            del self._asking[task]
+        for task in [task for task in self._probing if task.done()]:
+            del self._probing[task]
             task.result()
 
     def _until_s(self) -> float:
         """Return until when to wait for the tiers that have not answered."""
         if not any(self.tiers):
             return math.inf  # each has a deadline of its own
-        numbers = self._asking.values()
+        numbers = self._probing.values()
         wait_s = (
             max(self._guarded_tiers[number - 1].config.wait_s for number in numbers) / WAIT_SHARE
         )
@@ -117,7 +117,7 @@ class TieredProbe:
         """
         is_all_found = not self._missing()
         farthest = max(self.tiers, default=0)
-        for task, number in self._asking.items():
+        for task, number in self._probing.items():
             if is_all_found and number > farthest:
                 task.cancel()
             self._late.add(task)

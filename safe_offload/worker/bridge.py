@@ -242,7 +242,7 @@ class WorkerBridge(WorkerSide):
             self._mark_loads(plan.loads_in_step)
         self._failures += plan.failures
         if plan.probes or plan.fetches or plan.spills:
-            self._ask_tiers(plan)
+            self._pass_to_tiers(plan)
 
     def start_load_kv(self) -> None:
         loads, self._loads = self._loads, ()
@@ -354,7 +354,7 @@ class WorkerBridge(WorkerSide):
         where = pool.facts if (pool := self.opened.pool) else None
         return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts, where),)
 
-    def _ask_tiers(self, plan: StepPlan) -> None:
+    def _pass_to_tiers(self, plan: StepPlan) -> None:
         tiers = None if self.opened is None else self.opened.tiers
         if tiers is not None:
             for probe in plan.probes:

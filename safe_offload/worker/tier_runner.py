@@ -325,7 +325,7 @@ class TierRunner:
             learned.summary,
         )
 
-    async def _may_be_asked(self, pending: PendingMessage) -> bool:
+    async def _has_namespace(self, pending: PendingMessage) -> bool:
         """Return whether the tiers have a namespace for a message; wait for it if that is due."""
         if not self._is_known.is_set():
             timeout_s = None
@@ -338,7 +338,7 @@ class TierRunner:
 
     async def _work(self, pending: PendingMessage) -> None:
         pending.missing = list(pending.places)
-        if await self._may_be_asked(pending):
+        if await self._has_namespace(pending):
             works = {
                 Operation.PROBE: self._probe,
                 Operation.FETCH: self._fetch,

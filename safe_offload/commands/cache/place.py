@@ -158,4 +158,4 @@ class Place:
         try:
             return self._runner.run(work)
         except PlaceError as error:
-            raise CacheError(error.said_of(self.label)) from None
+            raise CacheError(error.line_for(self.label)) from None

@@ -90,7 +90,7 @@ def check_tier(config: TierConfig, token_bytes: int = 0) -> Iterator[Finding]:
         return
     problem = problems[0]
     if isinstance(problem, PlaceError):
-        message = problem.said_of(label)
+        message = problem.line_for(label)
     elif isinstance(problem, SafeOffloadError):
         message = str(problem)
     else:

@@ -271,7 +271,7 @@ def keep(
             num_evicted, evicted_bytes = _evict(root_fd, due, shares)
         held_bytes -= evicted_bytes
         if is_disk_full and num_evicted:
-            last.note(held_bytes - files.temporary_bytes, evicted_bytes)
+            last.record(held_bytes - files.temporary_bytes, evicted_bytes)
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             _end_count(usage_fd, before, held_bytes)
         return Kept(held_bytes, num_evicted, evicted_bytes, num_orphans)
@@ -285,7 +285,7 @@ class _LastBatch:
         self._at_ns = os.fstat(lock_fd).st_mtime_ns
         last = _read_pair(lock_fd)
         if last is None:
-            self.note(0, 0)  # while there is room for it
+            self.record(0, 0)  # while there is room for it
         self._held_bytes, self._evicted_bytes = last or (0, 0)
 
     def next_bytes(self, held_bytes: int) -> int:
@@ -298,7 +298,7 @@ class _LastBatch:
             return held_bytes - int(EVICT_TO * held_bytes)
         return int(time.time_ns() - self._at_ns > _TRY_AGAIN_NS)
 
-    def note(self, held_bytes: int, evicted_bytes: int) -> None:
+    def record(self, held_bytes: int, evicted_bytes: int) -> None:
         with suppress(OSError):  # no room for that either
             _write_pair(self._lock_fd, held_bytes, evicted_bytes)
 

@@ -96,13 +96,13 @@ class FileStore(Store):
         if slot_bytes:
             self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
             self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
-            self._asker = start_threads(1, "safe-offload-tier-ask")
+            self._query_thread = start_threads(1, "safe-offload-tier-ask")
             self._keeper = start_threads(1, "safe-offload-tier-keep")
 
     # ---- engines, on the event loop -----------------------------------------------------------
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
-        return await self._aside(self._ask, names)
+        return await self._off_loop(self._query, names)
 
     async def get(self, batch: Batch) -> None:
         await self._run(self._readers, self._read, batch)
@@ -112,7 +112,7 @@ class FileStore(Store):
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
         if self._num_threads:
-            return await self._aside(self._delete, keys)
+            return await self._off_loop(self._delete, keys)
         deleted = []
         for key in keys:
             deleted.append(upkeep.delete(key, self._root()))
@@ -120,7 +120,7 @@ class FileStore(Store):
         return deleted
 
     async def describe(self, namespace: bytes, text: bytes) -> float:
-        await self._aside(self._describe, namespace, text)
+        await self._off_loop(self._describe, namespace, text)
         return float("inf")
 
     async def close(self) -> None:
@@ -130,13 +130,13 @@ class FileStore(Store):
         if self._is_closed or not self._num_threads:
             return
         self._is_closed = True
-        for executor in (self._readers, self._writers, self._asker):
+        for executor in (self._readers, self._writers, self._query_thread):
             executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.wait([asyncio.wrap_future(self._keeper.submit(self._leave))])
         self._keeper.shutdown(wait=False)
 
-    async def _aside(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.wrap_future(self._asker.submit(work, *args))
+    async def _off_loop(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.wrap_future(self._query_thread.submit(work, *args))
 
     async def _run(self, executor: ThreadPoolExecutor, work: Work, batch: Batch) -> None:
         num_jobs = min(self._num_threads, len(batch.left))
@@ -202,7 +202,7 @@ class FileStore(Store):
 
     # ---- on threads ---------------------------------------------------------------------------
 
-    def _ask(self, names: Sequence[Name]) -> list[bool]:
+    def _query(self, names: Sequence[Name]) -> list[bool]:
         with _Visit(self._place) as visit:
             return [visit.has(name) for name in names]
 

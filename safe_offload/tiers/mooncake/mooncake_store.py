@@ -39,7 +39,7 @@ JOBS: Final = 3
 MOVERS: Final = (NUM_FETCHES + NUM_SPILLS) * JOBS
 MOVES: Final = 2
 """Calls in flight: each polls until its bytes have moved, which takes a core."""
-ASKERS: Final = 2
+QUERY_THREADS: Final = 2
 GRACE_S: Final = 0.9
 """How long a cancelled call may go on, before its process is killed: a little less than
 `guarded_tier.GRACE_S`."""
@@ -72,10 +72,10 @@ class MooncakeStore(Store):
         config = complete(config)
         self._pages = config.endpoint or f"http://{config.location.host}:{PAGES_PORT}"
         segment_bytes = (config.segment_bytes or 0) if slot_bytes else 0
-        self._home = Client(config, segment_bytes, MOVERS + ASKERS)
+        self._home = Client(config, segment_bytes, MOVERS + QUERY_THREADS)
         self._mover = Client(config, num_calls=MOVES)
         self._movers = start_threads(MOVERS, "safe-offload-tier-move")
-        self._askers = start_threads(ASKERS, "safe-offload-tier-ask")
+        self._query_threads = start_threads(QUERY_THREADS, "safe-offload-tier-ask")
         self._is_closed = False
         for client in (self._home, self._mover) if slot_bytes else ():
             self._movers.submit(client.running)  # so that no call waits for that
@@ -83,7 +83,7 @@ class MooncakeStore(Store):
     # ---- engines ------------------------------------------------------------------------------
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
-        found: list[bool] = await self._ask(self._home.has, list(map(self.key_of, names)))
+        found: list[bool] = await self._query(self._home.has, list(map(self.key_of, names)))
         return found
 
     async def get(self, batch: Batch) -> None:
@@ -93,15 +93,15 @@ class MooncakeStore(Store):
         await self._run(self._write, WRITE_BYTES, batch)
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        codes = await self._ask(self._home.delete, keys)
+        codes = await self._query(self._home.delete, keys)
         if failed := [code for code in codes if code not in (0, NOT_FOUND)]:
             raise PlaceError(f"objects cannot be deleted (code {failed[0]})")
         return [code == 0 for code in codes]
 
     async def describe(self, namespace: bytes, text: bytes) -> float:
         key = naming.description_key(namespace).decode()
-        await self._ask(self._home.delete, [key])  # what is there stays as it is
-        codes = await self._ask(self._home.put, [key], [(memoryview(bytearray(text)),)])
+        await self._query(self._home.delete, [key])  # what is there stays as it is
+        codes = await self._query(self._home.put, [key], [(memoryview(bytearray(text)),)])
         if codes != [0]:
             raise PlaceError(
                 f"objects cannot be written (code {codes[0]})",
@@ -113,12 +113,12 @@ class MooncakeStore(Store):
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            await asyncio.wait([asyncio.wrap_future(self._askers.submit(self._leave))])
-            self._askers.shutdown(wait=False)
+            await asyncio.wait([asyncio.wrap_future(self._query_threads.submit(self._leave))])
+            self._query_threads.shutdown(wait=False)
 
-    async def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    async def _query(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await asyncio.wrap_future(self._askers.submit(call, *arguments))
+            return await asyncio.wrap_future(self._query_threads.submit(call, *arguments))
         except OSError as error:
             raise _no_master(error) from error
 
@@ -197,7 +197,7 @@ class MooncakeStore(Store):
         keys = await self._keys()
         found = (key for key in keys if not namespace or naming.namespace_of_key(key) == namespace)
         for some in pages(map(bytes.decode, found)):
-            sizes = await self._ask(self._home.sizes, some)
+            sizes = await self._query(self._home.sizes, some)
             # What has no size was evicted meanwhile.
             items = (self._item(*each) for each in zip(some, sizes, strict=True) if each[1] >= 0)
             yield [item for item in items if item is not None]
@@ -209,24 +209,24 @@ class MooncakeStore(Store):
         return Item(namespace, key, naming.name_of_key(key.encode()), size_bytes, 0.0)
 
     async def read(self, key: str, start: int, length: int) -> bytes:
-        (size_bytes,) = await self._ask(self._home.sizes, [key])
+        (size_bytes,) = await self._query(self._home.sizes, [key])
         is_description = key.endswith(f":{naming.DESCRIPTION_FILE}")
         most_bytes = naming.DESCRIPTION_BYTES_MAX if is_description else OBJECT_BYTES_MAX
         if size_bytes > most_bytes:
             problem = f"it has {format_bytes(size_bytes)}, more than {format_bytes(most_bytes)}"
             raise OSError(errno.EFBIG, problem)
         found = memoryview(bytearray(max(size_bytes, 0)))
-        codes = await self._ask(self._mover.get, [key], [(found,)]) if found else []
+        codes = await self._query(self._mover.get, [key], [(found,)]) if found else []
         if codes != [size_bytes]:
             raise FileNotFoundError(key)
         return bytes(found[start : start + length])
 
     async def _keys(self) -> Iterator[bytes]:
         """Return our keys, from a file: their number has no bound."""
-        await self._ask(self._home.has, [naming.PREFIX])  # without a master there are no pages
+        await self._query(self._home.has, [naming.PREFIX])  # without a master there are no pages
         page = f"{self._pages}/get_all_keys"
         try:
-            found = await asyncio.wrap_future(self._askers.submit(_save_keys, page))
+            found = await asyncio.wrap_future(self._query_threads.submit(_save_keys, page))
         except (OSError, http.client.HTTPException) as error:
             raise PlaceError(
                 f"{page} cannot be read: {printable(str(error))}",

@@ -24,7 +24,7 @@ NUM_FILES_MAX: Final = 128
 
 _PATIENCE_S: Final = 900.0
 _PAUSE_S: Final = 0.05
-SAID_AFTER_S = 1.0
+LOG_AFTER_S = 1.0
 _SIZE_BYTES_MAX: Final = 8 << 20
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -94,7 +94,7 @@ class KeptDigests:
         return file_fd
 
     def _lock(self, lock_fd: int) -> None:
-        say_at_s = time.monotonic() + SAID_AFTER_S
+        log_at_s = time.monotonic() + LOG_AFTER_S
         give_up_at_s = time.monotonic() + _PATIENCE_S  # its process may have been stopped
         while True:
             try:
@@ -102,8 +102,8 @@ class KeptDigests:
             except BlockingIOError:
                 if time.monotonic() > give_up_at_s:
                     raise
-            if time.monotonic() > say_at_s:
-                say_at_s = give_up_at_s
+            if time.monotonic() > log_at_s:
+                log_at_s = give_up_at_s
                 logger.info(
                     "Waiting for another process: hashing the model's files. It may have been "
                     "stopped; after %g s, this process hashes them too.",

@@ -164,7 +164,7 @@ class BucketStore(Store):
             return Result.ABSENT
         result = await batch.take(index, data)
         if result is Result.DONE:
-            self._note_seen(name)
+            self._remember(name)
         return result
 
     async def _write(self, batch: Batch, index: int) -> Result:
@@ -176,7 +176,7 @@ class BucketStore(Store):
             result = await self._put_new(self.key_of(name), data, may_replace=is_bad)
         except StoreError as error:
             return _REFUSALS.get(error.kind, Result.FAILED)
-        self._note_seen(name)
+        self._remember(name)
         return result
 
     async def _put_new(self, path: str, data: bytes, *, may_replace: bool) -> Result:
@@ -253,7 +253,7 @@ class BucketStore(Store):
                 if error.kind is Problem.NOT_FOUND:
                     return False
                 raise
-        self._note_seen(name)
+        self._remember(name)
         return True
 
     async def _get(self, path: str, size_bytes: int) -> bytes | memoryview:
@@ -288,7 +288,7 @@ class BucketStore(Store):
 
     # ---- what is known -------------------------------------------------------------------------
 
-    def _note_seen(self, name: Name) -> None:
+    def _remember(self, name: Name) -> None:
         self._absent_until_s.pop(name, None)
         self._seen[name] = None
         _forget_first(self._seen)

@@ -73,7 +73,7 @@ class _Group:
             found[place] = True
         return found
 
-    def note(self, answers: dict[int, bool]) -> None:
+    def record(self, answers: dict[int, bool]) -> None:
         self.answers |= answers
         self.low, self.high = -1, len(self)
         for place in sorted(self.answers):
@@ -90,7 +90,7 @@ class _Group:
         """Return the place after a share of the names."""
         return round(share * len(self))
 
-    def note_tail(self, end: int) -> None:
+    def judge_tail(self, end: int) -> None:
         """Judge the blocks just before a place: all of a window, or single states."""
         distances = [d for d in _TAIL if self.answers.get(end - d) is not None]
         run = 0
@@ -152,7 +152,7 @@ class _Search:
         await self._ask(wanted)
         for group in others:
             group.low = -1
-            group.note_tail(group.end_at(share))
+            group.judge_tail(group.end_at(share))
         while self._num_left > 0:
             short = [g for g in runs if g.low + 1 < min(g.high, g.end_at(share))]
             if not short:
@@ -176,7 +176,7 @@ class _Search:
         for (group, place), is_there in zip(places, found, strict=True):
             answers.setdefault(group, {})[place] = is_there
         for group, some_answers in answers.items():
-            group.note(some_answers)
+            group.record(some_answers)
 
 
 def _spread(low: int, high: int, number: int) -> list[int]:

@@ -120,7 +120,7 @@ class Login:
         num_required = len(asked)
         if self.name:
             asked.append(command(*words_of(SETNAME), self.name.encode()))
-        for number, answer in enumerate(await wire.ask_lines(asked, len(asked))):
+        for number, answer in enumerate(await wire.request_lines(asked, len(asked))):
             is_required = number < num_required  # it may go without a name
             if isinstance(answer, ErrorReply) and (is_required or answer.code == "NOAUTH"):
                 raise _RefusedError(answer)

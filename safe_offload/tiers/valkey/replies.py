@@ -83,7 +83,7 @@ Tree = Line | list["Tree"]
 """Any reply."""
 
 
-class Want:
+class PendingReply:
     """An expected reply, and its future."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -92,7 +92,7 @@ class Want:
         self.is_ending = False
         """Only its last two bytes are missing."""
 
-    def wish(self) -> int:
+    def num_bytes_wanted(self) -> int:
         """Return how many bytes to receive before the place of the next ones is known."""
         return SCRATCH_BYTES
 
@@ -100,7 +100,7 @@ class Want:
         """Return the memory for the next bytes, if that is not the scratch memory."""
         return None
 
-    def took(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         """Take `count` bytes that were received into `target`."""
         raise AssertionError("it has no memory of its own")
 
@@ -120,7 +120,7 @@ class Want:
             self.future.set_result(result)
 
 
-class Lines(Want):
+class Lines(PendingReply):
     """Replies of one line each."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
@@ -130,7 +130,7 @@ class Lines(Want):
         if count == 0:
             self.finish(self._lines)
 
-    def wish(self) -> int:
+    def num_bytes_wanted(self) -> int:
         return min((self._count - len(self._lines)) * (LINE_BYTES_MAX + 2), SCRATCH_BYTES)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
@@ -149,20 +149,20 @@ class Lines(Want):
         return start
 
 
-class Value(Want):
+class Value(PendingReply):
     """An object: a line with its length, its header, its bytes, and an end of line.
 
-    `note` is called with each piece of the slot that has been filled, in order.
+    `on_piece` is called with each piece of the slot that has been filled, in order.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         slot: Buffers,
-        note: Callable[[memoryview], None] | None = None,
+        on_piece: Callable[[memoryview], None] | None = None,
     ) -> None:
         super().__init__(loop)
-        self._note = note
+        self._on_piece = on_piece
         self._slot = deque(buffer for buffer in slot if buffer.nbytes)
         self._length = HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
         self._line_bytes = len(b"$%d\r\n" % self._length)
@@ -170,7 +170,7 @@ class Value(Want):
         self._is_begun = False
         self._to_drain = 0
 
-    def wish(self) -> int:
+    def num_bytes_wanted(self) -> int:
         if self._length <= SMALL_BYTES:
             return SCRATCH_BYTES
         if not self._is_begun:
@@ -184,10 +184,10 @@ class Value(Want):
             return None
         return self._slot[0]
 
-    def took(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         buffer = self._slot.popleft()
-        if self._note is not None:
-            self._note(buffer[:count])
+        if self._on_piece is not None:
+            self._on_piece(buffer[:count])
         if count < buffer.nbytes:
             self._slot.appendleft(buffer[count:])
         self.is_ending = not self._slot
@@ -210,7 +210,7 @@ class Value(Want):
         if self._slot:
             count = min(end - start, self._slot[0].nbytes)
             self._slot[0][:count] = data[start : start + count]
-            self.took(count)
+            self.advance(count)
             return start + count
         if end - start < 2:
             return start
@@ -252,7 +252,7 @@ class Value(Want):
         return start + 2
 
 
-class AnyReply(Want):
+class AnyReply(PendingReply):
     """A reply of any kind; lists may lie in lists.
 
     Args:
@@ -280,7 +280,7 @@ class AnyReply(Want):
         self._left_bytes = bytes_max
         self._text_bytes = -1
 
-    def wish(self) -> int:
+    def num_bytes_wanted(self) -> int:
         return max(PIECE_BYTES, self._text_bytes + 2)
 
     def read(self, data: bytearray, start: int, end: int) -> int:

@@ -29,7 +29,7 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 A server by itself has the breakers of its tier for that."""
 REFRESH_S: Final = 0.5
 """Least time between queries of the topology after a server has failed."""
-ASK_S: Final = 1.0
+QUERY_S: Final = 1.0
 """Deadline of a server for that query; then the next server is queried."""
 STALL_S: Final = 0.5
 """A server that was silent for so long before its call was cancelled counts as hung."""
@@ -125,7 +125,7 @@ class Node:
         self._login = login
         self._logging_in = asyncio.Lock()
         self.data = ConnectionPool(num_connections, self._connect)
-        self.asks = ConnectionPool(1, self._connect)
+        self.queries = ConnectionPool(1, self._connect)
         self._pause_s = PAUSE_S
         self._paused_until_s = 0.0
 
@@ -152,7 +152,7 @@ class Node:
 
     def close(self) -> None:
         self.data.close()
-        self.asks.close()
+        self.queries.close()
 
 
 class Silence:
@@ -185,7 +185,7 @@ class Servers:
         self._is_known = False
         self.version = 0
         """How often the topology was learned."""
-        self._asked_at_s = 0.0
+        self._queried_at_s = 0.0
         self._refreshing = asyncio.Lock()
 
     @property
@@ -232,20 +232,20 @@ class Servers:
             self._is_known = False
 
     def _is_due(self) -> bool:
-        return asyncio.get_running_loop().time() - self._asked_at_s >= REFRESH_S
+        return asyncio.get_running_loop().time() - self._queried_at_s >= REFRESH_S
 
     async def refresh(self, version: int) -> None:
         """Query the topology, unless it was learned since `version`. OSError: no server answers."""
         async with self._refreshing:
             if version != self.version:
                 return
-            self._asked_at_s = asyncio.get_running_loop().time()
+            self._queried_at_s = asyncio.get_running_loop().time()
             others = [node for node in self._nodes.values() if node is not self._home]
             error: OSError | None = None
             for node in [n for n in (self._home, *others) if not n.is_paused] or [self._home]:
                 try:
-                    async with asyncio.timeout(ASK_S if self.is_cluster else None):
-                        self._learn(node, await _ask_slots(node))
+                    async with asyncio.timeout(QUERY_S if self.is_cluster else None):
+                        self._learn(node, await _query_slots(node))
                 except OSError as failure:
                     error = error or failure
                     self.suspect(node)
@@ -260,15 +260,15 @@ class Servers:
             node.close()
         self._home.close()
 
-    def _learn(self, asked: Node, reply: Tree) -> None:
+    def _learn(self, source: Node, reply: Tree) -> None:
         if isinstance(reply, ErrorReply):  # "cluster support disabled", or CLUSTER is unknown
             if reply.code == "NOAUTH":
-                raise refused(reply, asked.address)
+                raise refused(reply, source.address)
             if reply.code in ("LOADING", "CLUSTERDOWN"):
-                raise LoginError(f"{asked.address} is not ready: it answers {reply.code}")
+                raise LoginError(f"{source.address} is not ready: it answers {reply.code}")
             self._owners = None
             return
-        ranges = _ranges(reply, asked.address)
+        ranges = _ranges(reply, source.address)
         used = {address for _, _, address in ranges}
         if len(used) > NODES_MAX:
             raise LoginError(f"the cluster has more than {NODES_MAX} servers")
@@ -291,18 +291,18 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(key, 0) % NUM_SLOTS
 
 
-async def _ask_slots(node: Node) -> Tree:
+async def _query_slots(node: Node) -> Tree:
     async def ask(wire: Wire) -> Tree:
-        return await wire.ask_tree([command(*words_of(SLOTS))], _KEPT_OF_SLOTS)
+        return await wire.request_tree([command(*words_of(SLOTS))], _KEPT_OF_SLOTS)
 
-    return await node.asks.use(ask)
+    return await node.queries.use(ask)
 
 
 _KEPT_OF_SLOTS: Final = (NUM_SLOTS, 3, 2, 0)
 """Ranges; of each its first and last slot and its primary; of that its name and port."""
 
 
-def _ranges(reply: Tree, asked: Address) -> list[tuple[int, int, Address]]:
+def _ranges(reply: Tree, source: Address) -> list[tuple[int, int, Address]]:
     """Return first and last slot and server of each range of slots, in order.
 
     Source: https://valkey.io/commands/cluster-slots/: of each range its first and last slot, then
@@ -316,11 +316,11 @@ def _ranges(reply: Tree, asked: Address) -> list[tuple[int, int, Address]]:
             ):
                 host = name.decode("ascii", "replace") if isinstance(name, bytes) else ""
                 if host.isprintable() and host != "?":
-                    address = Address(host or asked.host or "localhost", port)
+                    address = Address(host or source.host or "localhost", port)
                     ranges.append((first, last, address))
             case _:
-                raise LoginError(f"{asked} does not describe its cluster as a server does")
+                raise LoginError(f"{source} does not describe its cluster as a server does")
     ranges.sort(key=lambda found: found[0])
     if any(last >= first for (_, last, _), (first, _, _) in pairwise(ranges)):
-        raise LoginError(f"{asked} does not describe its cluster as a server does")
+        raise LoginError(f"{source} does not describe its cluster as a server does")
     return ranges

@@ -95,7 +95,7 @@ class ValkeyStore(Store):
 
     async def has(self, names: Sequence[Name]) -> list[bool]:
         keys = [key_of(name) for name in names]
-        answers = await self._ask(keys, [_EXISTS % (len(key), key) for key in keys])
+        answers = await self._query(keys, [_EXISTS % (len(key), key) for key in keys])
         failures = [answer for answer in answers if isinstance(answer, OSError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
@@ -109,7 +109,7 @@ class ValkeyStore(Store):
 
     async def describe(self, namespace: bytes, text: bytes) -> float:
         key = description_key(namespace)
-        (answer,) = await self._ask([key], [command(*_SET, key, text, *self._ttl)])
+        (answer,) = await self._query([key], [command(*_SET, key, text, *self._ttl)])
         if isinstance(answer, OSError):
             raise answer
         return int(self._ttl[1]) / 1000 if self._ttl else math.inf
@@ -229,7 +229,7 @@ class ValkeyStore(Store):
             words = (*_GETEX, key, *self._ttl) if self._reads_extend else (*_GET, key)
             digest = digests[index] = batch.begin_digest()
             note = None if digest is None else digest.update
-            return wire.ask_value([command(*words)], batch.slots[index], note)
+            return wire.request_value([command(*words)], batch.slots[index], note)
 
         async def judge(index: int, reply: bytes | Misfit | ErrorReply | None) -> Result:
             if reply is None:
@@ -275,7 +275,7 @@ class ValkeyStore(Store):
         words, until = (_PEXPIRE, self._ttl[1:]) if self._ttl else (words_of(EXISTS), ())
         asking = [command(*words, key, *until) for key in keys]
         try:
-            lines = await wire.ask_lines([b"".join(asking)], len(keys))
+            lines = await wire.request_lines([b"".join(asking)], len(keys))
         except StaleError:
             queue.extendleft(reversed(chunk))
             raise
@@ -294,7 +294,7 @@ class ValkeyStore(Store):
         async def ask(index: int) -> Awaitable[list[Line]]:
             header, body = await batch.sealed_async(index)
             pieces = self._set_command(keyed.keys[index], header, body)
-            return wire.ask_lines(pieces, 1)
+            return wire.request_lines(pieces, 1)
 
         async def judge(index: int, reply: list[Line]) -> Result:
             if isinstance(reply[0], ErrorReply):
@@ -315,7 +315,9 @@ class ValkeyStore(Store):
 
     # ---- short queries ------------------------------------------------------------------------
 
-    async def _ask(self, keys: Sequence[bytes], commands: Sequence[bytes]) -> list[Line | OSError]:
+    async def _query(
+        self, keys: Sequence[bytes], commands: Sequence[bytes]
+    ) -> list[Line | OSError]:
         """Send one command for each key; return for each the answer, or why there is none.
 
         OSError: no server can be reached at all.
@@ -330,7 +332,7 @@ class ValkeyStore(Store):
             async with asyncio.TaskGroup() as nodes:
                 for node, positions in places.items():
                     indices = [left[position] for position in positions]
-                    nodes.create_task(self._ask_node(node, indices, commands, answers))
+                    nodes.create_task(self._query_node(node, indices, commands, answers))
             left = [
                 i for i in left if isinstance(a := answers[i], ErrorReply) and a.code == "MOVED"
             ]
@@ -343,7 +345,7 @@ class ValkeyStore(Store):
                 answers[index] = LoggedError(errno.EIO, f"the server answers {answer.code}")
         return answers
 
-    async def _ask_node(
+    async def _query_node(
         self,
         node: Node | None,
         indices: Sequence[int],
@@ -358,12 +360,12 @@ class ValkeyStore(Store):
         async def ask(wire: Wire) -> Sequence[Line]:
             silence.begin(wire)
             asked = b"".join([commands[index] for index in indices])
-            return await wire.ask_lines([asked], len(indices))
+            return await wire.request_lines([asked], len(indices))
 
         if node is not None and not node.is_paused:
             try:
                 with self._judging(node, silence):
-                    lines = await node.asks.use(ask)
+                    lines = await node.queries.use(ask)
             except OSError as failure:
                 error = failure
         for position, index in enumerate(indices):
@@ -408,7 +410,7 @@ class ValkeyStore(Store):
         async def work(wire: Wire) -> list[Tree]:
             await self._set_no_touch(wire)
             asked = [
-                wire.ask_tree([command(*words)], text_bytes_max=TEXT_BYTES_MAX)
+                wire.request_tree([command(*words)], text_bytes_max=TEXT_BYTES_MAX)
                 for words in commands
             ]
             return [await answer for answer in asked]
@@ -418,7 +420,7 @@ class ValkeyStore(Store):
     async def _set_no_touch(self, wire: Wire) -> None:
         """Make looks on a connection no uses, which Valkey and Redis support from 7.2 on."""
         if wire not in self._no_touch:
-            if isinstance(await wire.ask_tree([command(*_NO_TOUCH)]), ErrorReply):
+            if isinstance(await wire.request_tree([command(*_NO_TOUCH)]), ErrorReply):
                 self._keeps_use = False
             self._no_touch.add(wire)
 
@@ -460,7 +462,7 @@ class ValkeyStore(Store):
         """See `Store.delete`; raises what is refused of any of them."""
         encoded = [key.encode() for key in keys]
         if self._login.name:
-            found = await self._ask(encoded, [command(*_DEL, key) for key in encoded])
+            found = await self._query(encoded, [command(*_DEL, key) for key in encoded])
             if failures := [answer for answer in found if isinstance(answer, OSError)]:
                 raise failures[0]
             return [bool(answer) for answer in found]
@@ -495,7 +497,7 @@ class ValkeyStore(Store):
         async def work(wire: Wire) -> Tree:
             await self._set_no_touch(wire)
             words = (b"MATCH", pattern.encode(), b"COUNT", b"%d" % PAGE_ITEMS)
-            return await wire.ask_keys([command(b"SCAN", cursor, *words)])
+            return await wire.request_keys([command(b"SCAN", cursor, *words)])
 
         for node in await self.nodes():
             cursor = b"0"

@@ -29,9 +29,9 @@ from safe_offload.tiers.valkey.replies import (
     Line,
     Lines,
     Misfit,
+    PendingReply,
     Tree,
     Value,
-    Want,
     WireError,
 )
 
@@ -48,7 +48,7 @@ class Wire(asyncio.BufferedProtocol):
         """When bytes last arrived, by the loop's clock."""
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
-        self._wants: deque[Want] = deque()
+        self._pending: deque[PendingReply] = deque()
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0
@@ -57,7 +57,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "open"
-        return f"<Wire, {state}, {len(self._wants)} replies to come>"
+        return f"<Wire, {state}, {len(self._pending)} replies to come>"
 
     @property
     def is_closed(self) -> bool:
@@ -70,7 +70,7 @@ class Wire(asyncio.BufferedProtocol):
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def ask_lines(
+    def request_lines(
         self, pieces: Iterable[bytes | memoryview], count: int
     ) -> asyncio.Future[list[Line]]:
         """Send commands with `count` replies of one line each.
@@ -78,43 +78,43 @@ class Wire(asyncio.BufferedProtocol):
         Their pieces are not copied: they are read until the replies have arrived, or the connection
         is aborted.
         """
-        want = Lines(self._loop, count)
-        self._ask(pieces, want)
-        return want.future
+        reply = Lines(self._loop, count)
+        self._request(pieces, reply)
+        return reply.future
 
-    def ask_value(
+    def request_value(
         self,
         command: Iterable[bytes],
         slot: Buffers,
-        note: Callable[[memoryview], None] | None = None,
+        on_piece: Callable[[memoryview], None] | None = None,
     ) -> asyncio.Future[bytes | Misfit | ErrorReply | None]:
         """Send a command whose reply is an object, and read that into a slot; see `Value`.
 
         The future is the header once the bytes are in the slot; or a misfit, an error, or None if
         there is no such object.
         """
-        want = Value(self._loop, slot, note)
-        self._ask(command, want)
-        return want.future
+        reply = Value(self._loop, slot, on_piece)
+        self._request(command, reply)
+        return reply.future
 
-    def ask_tree(
+    def request_tree(
         self,
         command: Iterable[bytes],
         keep: Sequence[int] = (),
         text_bytes_max: int = TEXT_BYTES_MAX,
     ) -> asyncio.Future[Tree]:
         """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
-        want = AnyReply(self._loop, keep, text_bytes_max)
-        self._ask(command, want)
-        return want.future
+        reply = AnyReply(self._loop, keep, text_bytes_max)
+        self._request(command, reply)
+        return reply.future
 
-    def ask_keys(self, command: Iterable[bytes]) -> asyncio.Future[Tree]:
+    def request_keys(self, command: Iterable[bytes]) -> asyncio.Future[Tree]:
         """Send a command with a page of keys as reply; keys too long to be ours are empty."""
-        want = AnyReply(
+        reply = AnyReply(
             self._loop, text_bytes_max=KEY_BYTES_MAX, skips_texts=True, bytes_max=PAGE_BYTES_MAX
         )
-        self._ask(command, want)
-        return want.future
+        self._request(command, reply)
+        return reply.future
 
     def abort(self, error: WireError | None = None) -> None:
         """End the connection: from now on no slot is read or written, and all replies fail."""
@@ -123,17 +123,17 @@ class Wire(asyncio.BufferedProtocol):
         self._error = error or WireError("the connection was given up")
         self._scratch, self._view = bytearray(), SINK
         self._start = self._end = 0
-        wants, self._wants = self._wants, deque()
-        for want in wants:
-            want.fail(self._error)
+        pending, self._pending = self._pending, deque()
+        for reply in pending:
+            reply.fail(self._error)
         if self._transport is not None:
             self._transport.abort()
 
-    def _ask(self, pieces: Iterable[bytes | memoryview], want: Want) -> None:
+    def _request(self, pieces: Iterable[bytes | memoryview], reply: PendingReply) -> None:
         if self._error is not None or self._transport is None:
-            want.fail(self._error or WireError("there is no connection"))
+            reply.fail(self._error or WireError("there is no connection"))
             return
-        self._wants.append(want)
+        self._pending.append(reply)
         self._transport.writelines(pieces)
 
     # ---- what the event loop calls ------------------------------------------------------------
@@ -155,14 +155,14 @@ class Wire(asyncio.BufferedProtocol):
         if self._start == self._end:
             self._start = self._end = 0
         room = 1  # nothing is to come
-        if self._wants:
-            want = self._wants[0]
-            target = want.target()
+        if self._pending:
+            reply = self._pending[0]
+            target = reply.target()
             if target is not None and self._start == self._end:
                 return target[:RECEIPT_BYTES]
-            room = want.wish()
-            if want.is_ending and len(self._wants) > 1:
-                room += self._wants[1].wish()
+            room = reply.num_bytes_wanted()
+            if reply.is_ending and len(self._pending) > 1:
+                room += self._pending[1].num_bytes_wanted()
             room -= self._end - self._start
         if self._end + room > SCRATCH_BYTES:
             kept = self._end - self._start
@@ -175,8 +175,8 @@ class Wire(asyncio.BufferedProtocol):
             return
         self.heard_at_s = self._loop.time()
         self._is_rested = False
-        if self._wants and self._start == self._end and self._wants[0].target() is not None:
-            self._wants[0].took(nbytes)
+        if self._pending and self._start == self._end and self._pending[0].target() is not None:
+            self._pending[0].advance(nbytes)
             return
         self._end += nbytes
         self._parse()
@@ -184,15 +184,15 @@ class Wire(asyncio.BufferedProtocol):
     def _parse(self) -> None:
         """Give received bytes to the replies that expect them."""
         try:
-            while self._wants and self._start < self._end:
-                want = self._wants[0]
+            while self._pending and self._start < self._end:
+                reply = self._pending[0]
                 before = self._start
-                self._start = want.read(self._scratch, self._start, self._end)
-                if want.is_done:
-                    self._wants.popleft()
+                self._start = reply.read(self._scratch, self._start, self._end)
+                if reply.is_done:
+                    self._pending.popleft()
                 elif self._start == before:
                     break
-            if self._start < self._end and not self._wants:
+            if self._start < self._end and not self._pending:
                 raise WireError("the server sent what was not asked for")
         except WireError as error:
             self.abort(error.with_traceback(None))  # whose frames hold the scratch memory

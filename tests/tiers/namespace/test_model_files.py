@@ -645,7 +645,7 @@ def holding(kept: Path, model: Path) -> Iterator[Any]:
 
 
 def test_a_rank_that_dies_while_it_reads_holds_up_nobody(model, kept, monkeypatch, package_log):
-    monkeypatch.setattr(kept_digests, "SAID_AFTER_S", -1.0)
+    monkeypatch.setattr(kept_digests, "LOG_AFTER_S", -1.0)
     asked = threading.Event()
     place = ModelPlace(str(model))
     with holding(kept, model) as holder, ThreadPoolExecutor() as pool:

@@ -244,7 +244,7 @@ async def test_a_pool_has_never_more_connections_than_it_may():
         others.append(asyncio.ensure_future(pool.use(look)))  # it comes before the second time
         await asyncio.sleep(0)
         wire.connection_lost(None)
-        await wire.ask_lines([], 1)
+        await wire.request_lines([], 1)
 
     async def look(wire: Wire) -> None:
         await asyncio.sleep(0)

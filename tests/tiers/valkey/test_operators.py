@@ -55,7 +55,7 @@ def ping(config: TierConfig, timeout_s: float = TIMEOUT_S) -> str:
     try:
         asyncio.run(ask())
     except PlaceError as error:
-        return error.said_of(config.location.label)
+        return error.line_for(config.location.label)
     return ""
 
 

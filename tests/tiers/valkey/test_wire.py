@@ -76,13 +76,13 @@ async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire, size):
     source, target, empty = filled((10, 3000, 0, 90), 1), slot_of((3100,)), slot_of((3100,))
     noted = bytearray()
     replies = [
-        wire.ask_lines([b"1"], 5),
-        wire.ask_value([b"2"], target, noted.extend),
-        wire.ask_value([b"3"], empty),
-        wire.ask_value([b"4"], empty),
-        wire.ask_tree([b"5"]),
-        wire.ask_value([b"6"], empty),
-        wire.ask_lines([b"7"], 1),
+        wire.request_lines([b"1"], 5),
+        wire.request_value([b"2"], target, noted.extend),
+        wire.request_value([b"3"], empty),
+        wire.request_value([b"4"], empty),
+        wire.request_tree([b"5"]),
+        wire.request_value([b"6"], empty),
+        wire.request_lines([b"7"], 1),
     ]
     data = (
         b":1\r\n:0\r\n+OK\r\n-OOM no\r\n:17\r\n" + value(source) + b"$-1\r\n"
@@ -109,7 +109,7 @@ async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire, size):
 async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire):
     source, target = filled((1000, SMALL_BYTES)), slot_of((1000, SMALL_BYTES))
     noted = bytearray()
-    wire.ask_value([b""], target, noted.extend)
+    wire.request_value([b""], target, noted.extend)
     data = value(source)
     head = data.index(b"\n") + 1 + HEADER_BYTES
     buffer = wire.get_buffer(-1)
@@ -124,7 +124,7 @@ async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire):
 
 async def test_of_a_large_object_no_more_is_received_than_a_cache_holds(wire):
     source, target = filled((RECEIPT_BYTES + 5,)), slot_of((RECEIPT_BYTES + 5,))
-    wire.ask_value([b""], target)
+    wire.request_value([b""], target)
     data = value(source)
     head = data.index(b"\n") + 1 + HEADER_BYTES
     feed(wire, data[:head])
@@ -138,7 +138,7 @@ async def test_of_a_large_object_no_more_is_received_than_a_cache_holds(wire):
 async def test_small_objects_are_received_many_at_a_time(wire):
     sources = [filled((1000, 20_000), seed) for seed in range(7)]
     targets = [slot_of((1000, 20_000)) for _ in sources]
-    replies = [wire.ask_value([b""], target) for target in targets]
+    replies = [wire.request_value([b""], target) for target in targets]
     data = b"".join(map(value, sources))
     assert wire.get_buffer(-1).nbytes >= len(data)
     feed(wire, data)
@@ -147,7 +147,7 @@ async def test_small_objects_are_received_many_at_a_time(wire):
 
 
 async def test_many_replies_of_one_line_are_read_at_once(wire):
-    reply = wire.ask_lines([b""], 5600)
+    reply = wire.request_lines([b""], 5600)
     flags = [random.Random(3).randint(0, 1) for _ in range(5600)]
     rng = random.Random(4)
     feed(wire, b"".join(b":%d\r\n" % flag for flag in flags), lambda: rng.randint(1, 5000))
@@ -198,7 +198,7 @@ BAD_TREES = {
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD)
 async def test_what_is_no_line_ends_the_connection(wire, data):
-    reply = wire.ask_lines([b""], 1)
+    reply = wire.request_lines([b""], 1)
     feed(wire, data)
     assert wire.is_closed
     if data != BAD["more than was asked for"]:
@@ -206,13 +206,13 @@ async def test_what_is_no_line_ends_the_connection(wire, data):
             await reply
         assert "secret" not in str(found.value)
     with pytest.raises(WireError):
-        await wire.ask_lines([b""], 1)
+        await wire.request_lines([b""], 1)
 
 
 @pytest.mark.parametrize("data", BAD_VALUES.values(), ids=BAD_VALUES)
 async def test_what_is_no_value_ends_the_connection(wire, data):
     slot = slot_of((100,))
-    replies = wire.ask_value([b""], slot), wire.ask_value([b""], slot)
+    replies = wire.request_value([b""], slot), wire.request_value([b""], slot)
     feed(wire, data)
     assert wire.is_closed
     for reply in replies:
@@ -226,7 +226,7 @@ async def test_what_is_no_value_ends_the_connection(wire, data):
 
 @pytest.mark.parametrize("data", BAD_TREES.values(), ids=BAD_TREES)
 async def test_what_is_no_list_ends_the_connection(wire, data):
-    reply = wire.ask_tree([b""])
+    reply = wire.request_tree([b""])
     feed(wire, data)
     with pytest.raises(WireError):
         await reply
@@ -240,13 +240,13 @@ async def test_what_was_not_asked_for_ends_the_connection(wire):
 
 @pytest.mark.parametrize("code", ["ERR", "x" * 5, "A" * 40, "Über", ""])
 async def test_only_the_code_of_an_error_is_taken_for_one(wire, code):
-    reply = wire.ask_lines([b""], 1)
+    reply = wire.request_lines([b""], 1)
     feed(wire, f"-{code} text\r\n".encode())
     assert await reply == [ErrorReply("ERR", "text")]
 
 
 async def test_a_lost_connection_fails_all_replies(wire):
-    replies = [wire.ask_lines([b""], 1), wire.ask_value([b""], slot_of((10,)))]
+    replies = [wire.request_lines([b""], 1), wire.request_value([b""], slot_of((10,)))]
     wire.connection_lost(None)
     for reply in replies:
         with pytest.raises(WireError):
@@ -257,7 +257,7 @@ async def test_a_lost_connection_fails_all_replies(wire):
 async def test_a_connection_that_ends_keeps_no_memory(wire, data):
     """It lives on for a while: the error that ends it and its traceback know each other."""
     scratch = wire.get_buffer(-1).obj
-    reply = wire.ask_value([b""], slot_of((100,)))
+    reply = wire.request_value([b""], slot_of((100,)))
     feed(wire, data)
     wire.abort()
     with pytest.raises(WireError):
@@ -267,7 +267,7 @@ async def test_a_connection_that_ends_keeps_no_memory(wire, data):
 
 async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire):
     slot = slot_of((100,))
-    reply = wire.ask_value([b""], slot)
+    reply = wire.request_value([b""], slot)
     feed(wire, value(filled((100,)))[: -(2 + 50)])
     wire.abort()
     feed_into = wire.get_buffer(-1)
@@ -281,10 +281,10 @@ async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire):
 
 async def test_a_text_may_be_as_long_as_was_said(wire):
     size = 150_000
-    reply = wire.ask_tree([b""], text_bytes_max=size)
+    reply = wire.request_tree([b""], text_bytes_max=size)
     feed(wire, b"$%d\r\n%b\r\n" % (size, b"x" * size))
     assert await reply == b"x" * size
-    longer = wire.ask_tree([b""], text_bytes_max=size)
+    longer = wire.request_tree([b""], text_bytes_max=size)
     feed(wire, b"$%d\r\n" % (size + 1))
     with pytest.raises(WireError, match="too long a text"):
         await longer
