@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Call the subcommand; return its exit status.
 
-    A subcommand may raise KeyboardInterrupt with a description of what it has done.
+    A subcommand may raise KeyboardInterrupt with a description of the work done.
     """
     arguments = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""How far a long command has come: one line on a terminal, written over; nothing elsewhere."""
+"""The progress of a long command: one line on a terminal, overwritten; nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ class Progress:
             self._stream.flush()
 
     def __str__(self) -> str:
-        """Return what is done, such as "1,200 objects, 3.00 GiB"."""
+        """Return the count, such as "1,200 objects, 3.00 GiB"."""
         size = format_bytes(self._size_bytes) if self._size_bytes else ""
         return ", ".join(filter(None, (f"{self._count:,} objects", size, self.note)))

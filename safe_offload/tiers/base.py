@@ -78,7 +78,7 @@ class PlaceError(OSError):
 
 
 class LoggedError(OSError):
-    """A call to a tier failed; the log has a line that says why, and the fix."""
+    """A call to a tier failed; the reason and the fix have been logged."""
 
 
 def reason_of(error: BaseException) -> str:

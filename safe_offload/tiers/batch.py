@@ -133,7 +133,7 @@ class Calls:
     ) -> None:
         """Return when all workers of a call have ended, however often it is cancelled.
 
-        Each cancellation, and `close`, call `give_up`. The caller looks at what workers raise.
+        Each cancellation, and `close`, call `give_up`. The caller handles exceptions of workers.
         """
         self._under_way[give_up] = workers
         try:

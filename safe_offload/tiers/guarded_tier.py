@@ -142,7 +142,7 @@ class GuardedTier:
         return self._num_restarts - before
 
     async def try_out(self) -> None:
-        """Probe until the tier answers, or the log says that it does not work."""
+        """Probe until the tier answers, or its circuit breaker has opened and logged why."""
         name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
         while self._breakers[Operation.PROBE].state is BreakerState.CLOSED:
             if await self.probe([name]) is not None:
@@ -249,7 +249,7 @@ class GuardedTier:
             if not problem and not num_moved + counts[Result.PRESENT]:
                 if counts[Result.FAILED]:
                     problem = f"a {operation.value} failed"
-                    is_logged = True  # as `Store` has it
+                    is_logged = True  # by the store
                 elif counts[Result.STILL_FULL]:
                     problem = "there was no room"
                 elif is_late:

@@ -84,7 +84,7 @@ def facts_of(described: bytes) -> dict[str, Any]:
 
 
 def is_after_reset(described: bytes) -> bool:
-    """Return whether a description says that its namespace has a generation in it."""
+    """Return whether the namespace of a description includes a generation."""
     return _read_description(described).get("after_reset") is True
 
 

@@ -110,7 +110,7 @@ class Store(ABC):
         """Store the description of a namespace; return how many seconds it stays."""
 
     async def close(self) -> None:  # noqa: B027 - not every place holds something
-        """Release what is held; a second call does nothing."""
+        """Release descriptors, threads and connections; a second call does nothing."""
 
     # ---- operators -----------------------------------------------------------------------------
 

@@ -26,6 +26,6 @@ async def outlast(
         except asyncio.CancelledError:
             give_up()
             continue
-        if loop.time() >= until_s:  # late, but what has just been cancelled had a turn to end
+        if loop.time() >= until_s:  # late; futures just cancelled had a turn to end
             break
     return all(future.done() for future in futures)

@@ -82,7 +82,7 @@ class WorkerBridge(WorkerSide):
         self._rank = opening.rank
         self.opened: Opened | None = None
         self._left_behind: Opened | None = None
-        """What a copy may still touch after `shutdown`."""
+        """Memory that a copy may still touch after `shutdown`."""
         self._is_asleep = False
         self._idle_timing: IdleTiming | None = None  # until the first step
         # Of the last plan: what no hook has started, whether one after its forward was called, and

@@ -59,7 +59,7 @@ class PoolMemory:
 
 
 def open_pool(wanted: Wanted) -> PoolMemory:
-    """Open this rank's part of the pool; create what is missing.
+    """Open this rank's part of the pool; create missing files.
 
     ConfigError: it cannot be used or created. StalledError: its creator makes no progress.
     """

@@ -150,7 +150,7 @@ class TierRunner:
         self._loop = loop
         self._share = share
         self._verifier = verifier
-        # On vLLM's thread: what has been taken is put in, and taken out when it is drained.
+        # On vLLM's thread: taken and not drained.
         self._pending: dict[tuple[Operation, int], PendingMessage] = {}
         # On the loop's thread, but for the other end of the queue.
         self._settled: deque[PendingMessage] = deque()
@@ -270,12 +270,12 @@ class TierRunner:
             await asyncio.gather(*(guarded.close() for guarded in self.guarded_tiers))
 
     def close(self) -> None:
-        """Give up what has not been begun, and let `run` end when the rest has."""
+        """Cancel messages not begun, and let `run` end after the others."""
         self._is_over.set()
         self._closing.set()
 
     def end(self) -> bool:
-        """Note that the loop has ended; return whether the memory may be freed: no tier uses it."""
+        """Record the end of the loop; return whether no tier uses the memory any more."""
         self._has_ended = True
         if any(guarded.num_running for guarded in self.guarded_tiers):
             return False  # the loop died twice over: while it waited for them
@@ -424,12 +424,12 @@ class TierRunner:
     async def _write(
         self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int], tier: int
     ) -> tuple[int, Sequence[int], Sequence[Result]]:
-        """Write objects to one tier; return it, their places, and what became of each."""
+        """Write objects to one tier; return it, their places, and their results."""
         results = await guarded.spill(*self._named(pending, guarded, places))
         return tier, places, results or [Result.CANCELLED] * len(places)  # it was left alone
 
     async def _unchanged(self, pending: PendingMessage, verifier: Verifier) -> list[int]:
-        """Return the places of a spill whose slots hold what was stored in them."""
+        """Return the places of a spill whose slots have not changed since their store."""
         slot_ids = np.array([pending.slot_ids[place] for place in pending.places], dtype=np.int64)
         bad = await verifier.changed(slot_ids)
         if bad:

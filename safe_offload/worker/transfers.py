@@ -32,12 +32,12 @@ FENCE_TIMEOUT_S = 10.0
 FREE_TIMEOUT_S = 60.0
 """Unlocking and freeing host memory is left to the process's end then."""
 COPIED_MAX = 10_000
-"""Copies whose times are kept until they are taken; vLLM asks after every step."""
+"""Copies whose times are kept until they are taken; vLLM takes them after every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What one copy took.
+    """The times of one copy.
 
     Attributes:
         queued_s: from `submit` until it could begin: it was issued, and the one before it in the
@@ -59,7 +59,7 @@ class PendingTransfer:
     The loop's thread changes it; vLLM's sets `is_poisoned`, and settles it if the loop has ended.
 
     Attributes:
-        mark: what the compute stream had been given before its copy may begin.
+        mark: the point of the compute stream that its copy waits for.
         submitted_s: by the clock of the loop.
         decided: set when its copy has been issued, or it has settled without.
         completion: of its copy, once issued.
@@ -127,7 +127,7 @@ class Transfers:
         self._timeout_s = timeout_s
         self._verifier = verifier
         self._tiers = tiers
-        # On vLLM's thread: what has been submitted is put in, and taken out when it is drained.
+        # On vLLM's thread: submitted and not drained.
         self._pending: dict[int, PendingTransfer] = {}
         # On the loop's thread, but for the other ends of the two queues.
         self._gates = {direction: FifoGate(max_inflight_bytes) for direction in Direction}
@@ -160,11 +160,11 @@ class Transfers:
         return self._num_overdue
 
     def mark(self) -> Any:
-        """Return the compute stream as it stands now, for `submit`."""
+        """Mark the current end of the compute stream, for `submit`."""
         return self._backend.mark()
 
     def submit(self, direction: Direction, transfer: Transfer, mark: Any = None) -> None:
-        """Queue a transfer after what the compute stream had been given at a mark; None: so far."""
+        """Queue a transfer behind a mark of the compute stream; None marks its current end."""
         pending = self._add(direction, transfer, self.mark() if mark is None else mark)
         self._loop.call(self._spawn, pending)
 
@@ -222,7 +222,7 @@ class Transfers:
                 pending.is_poisoned |= not self._fence(pending.completion, left_s)
 
     def drain(self) -> list[tuple[int, FailureReason | None]]:
-        """Return what has settled since the last call: transfer id, and why it failed or None."""
+        """Return transfers settled since the last call: id, and why it failed or None."""
         self._loop.news.clear()
         if self._ended.is_set():
             for pending in self._pending.values():

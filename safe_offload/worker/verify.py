@@ -24,7 +24,7 @@ class Threads(Protocol):
         """Return what a function returns, run beside the event loop."""
 
     def close(self) -> None:
-        """Wait until nothing runs any more, and run nothing else; a second call does nothing."""
+        """Wait for running functions, and start no more; a second call does nothing."""
 
 
 class Verifier:
@@ -66,7 +66,7 @@ class Verifier:
         return await self._threads.run(Direction.STORE, self._compare, slot_ids)
 
     def close(self) -> None:
-        """Wait until nothing looks at host memory any more; a second call does nothing."""
+        """Wait until host memory is no longer read; a second call does nothing."""
         self._threads.close()
 
     def _look(self, transfer_id: int, copy: Copy) -> list[int]:

@@ -20,7 +20,7 @@ from safe_offload.worker.memory.host_memory import check_host_bytes
 from safe_offload.worker.memory.huge_pages import HugePages
 
 TABLE_PERCENT: Final = 1
-"""What the table of a shared pool and its checksums take at most beside the slots."""
+"""Maximum share of the table of a shared pool and its checksums, beside the slots."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ LAYOUT: Final = HostLayout.in_one_slab(Geometry(LAYERS, NUM_BLOCKS), NUM_BLOCKS)
 
 @dataclass(slots=True)
 class Trial:
-    """What the trial of one device found.
+    """The results of the trial of one device.
 
     Attributes:
-        problems: of the ways to copy that did not pass the self-test.
+        problems: of the copy paths that failed the self-test.
         is_pageable: the driver of a GPU did not page-lock host memory.
         failure: why there was no test; empty if there was one.
     """

@@ -33,7 +33,7 @@ class EngineConfigFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What follows from a model's configuration; of all ranks together, as if there were one."""
+    """Facts of a model's configuration, for all ranks together, as if there were one."""
 
     block_bytes: int  # of a GPU block, over all layers
     num_request_blocks: int  # that a request of `max_model_len` holds
@@ -49,7 +49,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
-    """The facts of the process; each `..._problem` says why some are missing."""
+    """The facts of the process; each `..._problem` is why some are missing."""
 
     installed: str = ""  # package of vLLM and its version, such as "vllm 0.32.0"; empty if none is
     version: str = ""  # of vLLM; empty if it cannot be imported

@@ -306,7 +306,7 @@ class _LastBatch:
 def _target(held_bytes: int, limit_bytes: int | None, before: Usage) -> int:
     if limit_bytes is None:
         return held_bytes
-    # What is there may be a little less than what is taken, and there must be room afterwards.
+    # A little less may be held than is reserved, and there must be room afterwards.
     if max(held_bytes, min(before.taken_bytes, limit_bytes)) > EVICT_FROM * limit_bytes:
         return min(int(EVICT_TO * limit_bytes), held_bytes)
     return held_bytes

@@ -77,7 +77,7 @@ def size_on_disk(length_bytes: int) -> int:
 
 
 class NotOursError(PermissionError):
-    """A file or folder that others could fill or replace is refused; says whose, and the fix."""
+    """A file or folder that others could fill or replace is refused; has its owner and the fix."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(errno.EPERM, f"{problem}. Fix: {fix}")
@@ -334,5 +334,5 @@ def remove(file: str, folder_fd: int) -> bool:
 
 
 def rename(file: str, to: str, folder_fd: int) -> None:
-    """Rename a file within its folder, replacing what has that name."""
+    """Rename a file within its folder, replacing any file of that name."""
     os.rename(file, to, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)

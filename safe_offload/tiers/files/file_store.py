@@ -395,7 +395,7 @@ class _Place:
             try:
                 self.is_direct, self.uid = takes_direct(root_fd, _temporary_name())
             except OSError as error:
-                # It is read-only or full; what is there can be read all the same.
+                # It is read-only or full; its objects can be read nevertheless.
                 logger.debug("%s: no file can be made: %s", self._label, error)
                 self.is_direct, self.uid = True, uid
             logger.info(

@@ -96,7 +96,7 @@ class ObjectFiles:
         try:
             # Its size, so that a count of the directory knows what it will take. Reserving its
             # blocks as well (fallocate) makes the write slower: by a tenth on ext4, by half on
-            # tmpfs. One write allocates them all, and says when there are none.
+            # tmpfs. One write allocates them all, and fails if there are none.
             os.ftruncate(file_fd, size_bytes)
             head, body = batch.sealed(index, self._body)
             self._write_from(file_fd, head, body, size_bytes, is_direct=is_direct)

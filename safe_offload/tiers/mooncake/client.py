@@ -179,7 +179,7 @@ class _Channel:
         return codes
 
     def _spare_of(self, size_bytes: int) -> MappedFile:
-        """Return memory for so many bytes that are copied."""
+        """Return memory for copies of `size_bytes`."""
         if self._spare is None or len(self._spare) < size_bytes:
             self._spare = map_new(max(size_bytes, 1 << 20))
         file = find_file(address_of(memoryview(self._spare)))

@@ -32,7 +32,7 @@ NICE: Final = 5
 the engine's, go first."""
 PAUSE_S: Final = 0.0006
 RANGE_BYTES: Final = 100 << 10
-"""Over TCP, a range costs as much as copying so many bytes. Objects of smaller ranges are moved as
+"""Over TCP, a range costs as much as copying these bytes. Objects of smaller ranges are moved as
 one range, through memory of this process."""
 FAILED: Final = -800
 NO_MASTER: Final = (-900, -901)

@@ -100,7 +100,7 @@ class MooncakeStore(Store):
 
     async def describe(self, namespace: bytes, text: bytes) -> float:
         key = naming.description_key(namespace).decode()
-        await self._query(self._home.delete, [key])  # what is there stays as it is
+        await self._query(self._home.delete, [key])  # a put leaves an existing object unchanged
         codes = await self._query(self._home.put, [key], [(memoryview(bytearray(text)),)])
         if codes != [0]:
             raise PlaceError(

@@ -19,7 +19,7 @@ RDMA: Final = "rdma"
 _DEFAULTS: Final = {"protocol": TCP, "device_name": "", "metadata_server": "P2PHANDSHAKE"}
 
 # Without these a client tries for a minute and a half to reach a master, waits half a minute for a
-# master or for each object of a machine that has stopped, and tells of each step.
+# master or for each object of a machine that has stopped, and logs each step.
 ENVIRONMENT: Final = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
@@ -78,7 +78,7 @@ def _problem_of(config: MooncakeConfig) -> str:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    """Return what a file says that vLLM's MOONCAKE_CONFIG_PATH may name."""
+    """Return the content of a file as vLLM's MOONCAKE_CONFIG_PATH names it."""
     problem, found = "", {}
     try:
         found = json.loads(read_file(path, _FILE_BYTES_MAX)[0])

@@ -166,7 +166,7 @@ _NO_FACTS: Final = frozenset(
     for name in names.split()
 )
 _NO_VARIABLES: Final = re.compile("|".join(IGNORED_VARIABLES.values()))
-# What a Hugging Face configuration says of where it came from.
+# Keys of a Hugging Face configuration that name its origin.
 _NO_KEYS: Final = frozenset(("_name_or_path", "transformers_version", "architectures_version"))
 # In dictionaries that vLLM hands on unread: what opens a place does not change what lies there.
 _FREE_FIELDS: Final = re.compile(r".*(extra_config|additional_config|manager_config)")

@@ -297,7 +297,7 @@ def _untouched_blob(path: str, link: os.stat_result, now: os.stat_result) -> str
 def _read(file_fd: int, cancelled: Callable[[], bool]) -> tuple[str, int]:
     with contextlib.suppress(OSError):  # pages that are mapped and dirty change without a stamp
         os.fdatasync(file_fd)
-    with contextlib.suppress(OSError):  # NOREUSE (Linux 6.3): what is read once pushes nothing out
+    with contextlib.suppress(OSError):  # NOREUSE (Linux 6.3): pages read once evict no others
         os.posix_fadvise(file_fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         os.posix_fadvise(file_fd, 0, 0, os.POSIX_FADV_NOREUSE)
     digest, buffer, read_bytes = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES)), 0

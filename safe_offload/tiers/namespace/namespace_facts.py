@@ -92,7 +92,7 @@ class NamespaceFacts:
             if found is None:
                 return None
             facts[f"files.{name}"] = found.digest
-            # Vouching for what is not here says nothing about what is here and has changed.
+            # Vouching for absent files does not cover local ones that have changed.
             is_here = bool(found.digest)
             if is_here or name in self.required:
                 doubts += [Doubt(text, may_be_vouched_for=not is_here) for text in found.doubts]

@@ -23,7 +23,7 @@ from safe_offload.tiers.base import PlaceError
 Store = Any
 """A store of obstore's."""
 
-# What obstore looks at by itself, before the role of the machine.
+# Variables that obstore reads by itself, before the role of the machine.
 _GIVEN_TO_S3: Final = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -89,7 +89,7 @@ _FULL: Final = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "St
 _OF_STATUS: Final = {
     401: Problem.DENIED,
     403: Problem.DENIED,
-    404: Problem.NOWHERE,  # to a listing, or of what was asked for credentials
+    404: Problem.NOWHERE,  # of a listing, or of the server of credentials
     409: Problem.EXISTS,
     412: Problem.EXISTS,
     501: Problem.UNSUPPORTED,

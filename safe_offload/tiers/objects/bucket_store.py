@@ -65,7 +65,7 @@ class BucketStore(Store):
         self._connections = _Connections(config.num_connections)
         self._looks = asyncio.Semaphore(config.num_connections)
         self._knows_create = True
-        # Objects that were there when they were last read, written or asked for.
+        # Objects that existed when they were last read, written or queried.
         self._seen: dict[Name, None] = {}
         # Objects that were not there when they were fetched, and until when they are not offered.
         self._absent_until_s: dict[Name, float] = {}
@@ -286,7 +286,7 @@ class BucketStore(Store):
                 self.log.failure(problem)
             raise problem from None
 
-    # ---- what is known -------------------------------------------------------------------------
+    # ---- known objects -------------------------------------------------------------------------
 
     def _remember(self, name: Name) -> None:
         self._absent_until_s.pop(name, None)

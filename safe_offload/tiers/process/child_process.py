@@ -56,7 +56,7 @@ class ChildProcess:
                 (os.killpg if self._leads_group else os.kill)(self.pid, signal.SIGKILL)
 
     def poll(self) -> int | None:
-        """Return its exit status if it has ended; what is in its group is killed before that."""
+        """Return its exit status if it has ended; its group is killed before that."""
         if self.status is None and self._leads_group:
             with contextlib.suppress(ChildProcessError):
                 if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):

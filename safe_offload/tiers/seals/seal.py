@@ -40,7 +40,7 @@ NOT_CHECKED: Final = "it is sealed with a key: not checked"
 
 _DIGEST_BYTES: Final = 32  # of BLAKE3, and of HMAC-SHA256
 _FINGERPRINT_BYTES: Final = 8
-# No header begins like this, so it says nothing about the seal of any object.
+# No header begins like this, so it reveals nothing about the seal of any object.
 _FINGERPRINT_OF: Final = b"safe_offload: fingerprint of a key"
 _OFF_LOOP_BYTES: Final = 512 << 10
 """From here on a digest takes longer than the way to another thread and back."""
@@ -143,7 +143,7 @@ class Seal:
         return text
 
     def opened_description(self, namespace: bytes, stored: bytes) -> bytes:
-        """Return the text of a stored description; what is stored, if it cannot be read."""
+        """Return the text of a stored description; unchanged if it cannot be decrypted."""
         return stored
 
     def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:

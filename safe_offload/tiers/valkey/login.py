@@ -103,7 +103,7 @@ class Login:
         transport, _ = await loop.create_connection(
             lambda: wire, address.host, address.port, ssl=self._tls
         )
-        with contextlib.suppress(OSError):  # it is lost already: the greeting says so
+        with contextlib.suppress(OSError):  # the connection is lost: the greeting fails
             found = transport.get_extra_info("socket")
             found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

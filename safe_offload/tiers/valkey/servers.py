@@ -180,7 +180,7 @@ class Servers:
         self._num_connections = num_connections
         self._home = Node(login.home, login, num_connections)
         self._nodes = {login.home: self._home}
-        # Of a cluster: the first slots, and the last and whose they are; in order.
+        # Of a cluster: first slots of ranges, in order, and their last slots and owners.
         self._owners: tuple[list[int], list[tuple[int, Node]]] | None = None
         self._is_known = False
         self.version = 0
@@ -205,7 +205,7 @@ class Servers:
         if self._owners is None and not self._is_known:
             await self.refresh(self.version)
         elif not self._is_known and self._is_due():
-            with contextlib.suppress(OSError):  # what was known is used
+            with contextlib.suppress(OSError):  # the known topology is used
                 await self.refresh(self.version)
         if self._owners is None:
             return {self._home: list(range(len(keys)))}

@@ -248,7 +248,7 @@ class ValkeyStore(Store):
         """Return the result of an object for which the server replied with an error."""
         if problem.code == "MOVED":
             batch.left.append(index)
-            return Result.CANCELLED  # until it is asked for elsewhere
+            return Result.CANCELLED  # until another server is queried
         if problem.code == "ASK":  # its slot is on the way to another server
             return Result.ABSENT
         if problem.code == "WRONGTYPE":
@@ -459,7 +459,7 @@ class ValkeyStore(Store):
         return found
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        """See `Store.delete`; raises what is refused of any of them."""
+        """See `Store.delete`; raises the first refusal."""
         encoded = [key.encode() for key in keys]
         if self._login.name:
             found = await self._query(encoded, [command(*_DEL, key) for key in encoded])

@@ -1,7 +1,7 @@
-"""What transfers ask of a backend.
+"""The interface of a backend to transfers.
 
-They decide when a copy may start and what its end means; a backend only copies and orders. Every
-backend passes the same contract suite (tests/worker/copies/contract.py).
+Transfers decide when a copy may start and what its end means; a backend only copies and orders.
+Every backend passes the same contract suite (tests/worker/copies/contract.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class TimedCopy:
-    """What a copy took by a path, from its submission until the loop knew its end."""
+    """The time of a copy by a path, from its submission until the loop knew its end."""
 
     path: CopyPath
     copy: Copy
@@ -83,10 +83,10 @@ class Backend(Protocol):
 
     @property
     def num_usable_slots(self) -> int:
-        """How many slots, from the first, may be used; it grows while memory is made ready."""
+        """Return how many slots, from the first, may be used; it grows as memory gets ready."""
 
     def mark(self) -> Any:
-        """Return the compute stream as it stands now. Called on vLLM's thread."""
+        """Mark the current end of the compute stream. Called on vLLM's thread."""
 
     def issue(self, copy: Copy, after: Any) -> Completion:
         """Start a copy that begins when the compute stream has passed `after`, without waiting.
@@ -131,14 +131,14 @@ class ProvableBackend(Backend, Protocol):
 
     @property
     def choices(self) -> tuple[CopyPath, ...]:
-        """Those of its paths between which each copy chooses; empty if all go the same way."""
+        """Return the paths between which each copy chooses; empty if all take the same."""
 
     @property
     def memory(self) -> MemoryFacts:
-        """What is known of the host memory; another object once something has changed."""
+        """Return facts of the host memory; another object once they have changed."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return what keeps the backend from preparing memory in the background meanwhile."""
+        """Return a context in which no memory is prepared in the background."""
 
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
         """Copy by some of its paths only, the preferred one first; nothing is being copied.

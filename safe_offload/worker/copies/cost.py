@@ -1,4 +1,4 @@
-"""What a copy takes by a path: learned from a few timed copies."""
+"""The cost of a copy by a path, learned from a few timed copies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Timed:
 class Cost:
     """Seconds that copies take in one direction by one path.
 
-    A copy takes as long as a small one, and for what is more of it as long as its ranges or its
-    bytes take, whichever is longer: the driver spends about as long on a range as on 8 KiB.
+    A copy takes as long as a small one, plus the time of its further ranges or bytes, whichever is
+    longer: the driver spends about as long on a range as on 8 KiB.
     """
 
     small: Timed

@@ -159,7 +159,7 @@ class Device:
             )
 
     def sees(self, address: int) -> bool:
-        """Whether kernels find locked memory under the host's own address."""
+        """Return whether kernels find locked memory under the host's own address."""
         attributes = self._import_cupy().cuda.runtime.pointerGetAttributes(address)
         return bool(attributes.devicePointer == address)
 

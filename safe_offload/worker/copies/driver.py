@@ -29,7 +29,7 @@ CAPTURE_UNSUPPORTED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and HIP's
 COPY_ANY_TO_ANY = 4  # hipMemcpyDefault: the addresses say where the memory is
 
 CUDA_BATCH_VERSION = 12080
-"""CUDA version whose `cuMemcpyBatchAsync` is asked for; 13.0 changed its arguments."""
+"""CUDA version of the requested `cuMemcpyBatchAsync`; 13.0 changed its arguments."""
 HIP_BATCH_VERSIONS = range(71_300_000, 80_000_000)
 """HIP runtimes, as they number themselves, whose `hipMemcpyBatchAsync` is used: 7.13 to 7.x.
 Before, it only loops over single copies; later, its arguments may change (rocm-systems#9098)."""

@@ -133,7 +133,7 @@ class GpuBackend:
         """Let the compute stream wait for the copy, on the device, once all of it was given."""
         assert isinstance(completion, GpuCompletion)
         if not completion.lane.submit_now(completion, timeout_s):
-            completion.cancel()  # what was not given yet would be read too late
+            completion.cancel()  # pieces not submitted yet would be read too late
             return False
         if completion.event is not None:
             self._device.compute_stream().wait_event(completion.event)
@@ -150,7 +150,7 @@ class GpuBackend:
         return completion.failure is None
 
     def end_copies(self) -> None:
-        """See `Backend.end_copies`; what has been issued is done."""
+        """See `Backend.end_copies`; issued copies are completed."""
         if not self._is_closed:
             self._is_closed = True
             for lane in self.lanes.values():

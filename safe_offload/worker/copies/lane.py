@@ -25,7 +25,7 @@ PIECE_RANGES: Final = 1024
 """The fewest and most ranges of a piece, as many as are given to the driver within `PIECE_S`."""
 PIECE_S: Final = 0.002
 FIRST_PIECE_RANGES: Final = 64
-"""At most so many in the first piece: the stream starts when the driver has taken it."""
+"""Maximum of the first piece: the stream starts when the driver has taken it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -181,7 +181,7 @@ class Lane:
             return completion
 
     def _has_way(self) -> bool:
-        """Whether no copy of the other lane goes first, or vLLM waits for one of this."""
+        """Return whether no copy of the other lane goes first, or vLLM waits for one of ours."""
         is_urgent = any(completion.is_urgent for completion in self._queue)
         return is_urgent or self._first is None or not self._first._queue
 

@@ -23,7 +23,7 @@ BUFFER_WORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What is to be copied: addresses and bytes, three arrays of shape (n,), uint64."""
+    """The ranges to copy: addresses and bytes, three arrays of shape (n,), uint64."""
 
     targets: Words
     sources: Words
@@ -124,7 +124,7 @@ class RangeTable:
 
 
 def _check_ids(ids: npt.NDArray[np.int64], count: int, what: str) -> None:
-    # One pass: what is below 0 is as large as can be without a sign.
+    # One pass: as unsigned numbers, negative ids are the largest.
     if ids.size and int(ids.view(np.uint64).max()) >= count:
         raise TransferError(
             FailureReason.BAD_PLAN,

@@ -25,7 +25,7 @@ THREADS_PER_BLOCK = 256
 NUM_BLOCKS = 12
 """Blocks of a launch: few multiprocessors fill the host link, the rest is left to the forward."""
 LAUNCH_BYTES = 24 << 20
-"""What one launch copies at most: its multiprocessors are the forward's again when it ends."""
+"""Maximum of one launch: its multiprocessors are the forward's again when it ends."""
 PIECE_BYTES = 4096
 
 SOURCE = r"""
@@ -130,7 +130,7 @@ def segment_table(
 
 @dataclass(frozen=True, slots=True)
 class CupyMisfit:
-    """What is wrong with the cupy that is installed, and what to do."""
+    """The problem of the installed cupy, and the fix."""
 
     problem: str
     fix: str

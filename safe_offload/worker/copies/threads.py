@@ -31,7 +31,7 @@ class DirectionThreads:
         return await asyncio.wrap_future(self.submit(direction, function, *args))
 
     def close(self) -> None:
-        """Cancel what is queued, wait for what runs; a second call does nothing."""
+        """Cancel queued functions, wait for running ones; a second call does nothing."""
         # All queues first: one direction must not go on while the other is waited for.
         for executor in self._executors.values():
             executor.shutdown(wait=False, cancel_futures=True)

@@ -23,9 +23,9 @@ from safe_offload.layout import PAGE_BYTES, HostLayout
 logger = logging.getLogger(f"vllm.{__name__}")
 
 AHEAD_BYTES: Final = 256 << 20
-"""What is touched beyond the highest slot in use."""
+"""Touched beyond the highest slot in use."""
 CHUNK_BYTES: Final = 2 << 20
-"""What is touched between two looks at whether to stop: a huge page."""
+"""Touched between two checks for a stop: a huge page."""
 STOP_TIMEOUT_S: Final = 5.0
 """How long one chunk may take with the lowest priority on a busy machine."""
 
@@ -63,7 +63,7 @@ class FirstTouch:
     def will_store(self, slot_ids: npt.NDArray[np.int64]) -> None:
         """Prepare for a store into slots; the thread is woken for an eighth of `ahead_bytes`.
 
-        A slot beyond what is wanted was not granted in order (the self-test's).
+        A slot beyond those wanted was not granted in order (the self-test's).
         """
         highest = int(slot_ids.max())
         num_wanted = min(highest + 1 + self._num_ahead, self._layout.num_slots)

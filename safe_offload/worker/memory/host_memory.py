@@ -102,8 +102,8 @@ def available_host_bytes(
 ) -> int:
     """Return the bytes of host memory that this process could take now without swapping.
 
-    The smallest of what is available on the machine, and of what is left below each memory limit of
-    this process's cgroup and its ancestors, version 1 or 2 (containers, systemd, Slurm). File cache
+    The minimum of the bytes available on the machine and those left below each memory limit of this
+    process's cgroup and its ancestors, version 1 or 2 (containers, systemd, Slurm). File cache
     counts as free, since the kernel drops it on demand.
 
     Source: Linux kernel, Documentation/filesystems/proc.rst (MemAvailable) and

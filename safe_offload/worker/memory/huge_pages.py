@@ -1,4 +1,4 @@
-"""Whether the kernel gives huge pages to host memory: each kind of it follows another setting.
+"""Huge pages of host memory: each kind of memory follows another setting of the kernel.
 
 Private memory follows `enabled`. A memfd, which processes of tiers or ranks with one copy map too,
 follows `shmem_enabled`, and files of a pool that engines share the `huge=` of their mount: their
@@ -18,12 +18,12 @@ FOLDER = "/sys/kernel/mm/transparent_hugepage"
 
 
 class HugePages(NamedTuple):
-    """What one kind of memory follows.
+    """The setting that one kind of memory follows.
 
     Attributes:
         word: the setting; empty if it is not known.
         is_given: to memory with MADV_HUGEPAGE, as ours has; also if unknown.
-        fix: what makes it so.
+        fix: the command that changes it.
     """
 
     word: str
@@ -32,17 +32,17 @@ class HugePages(NamedTuple):
 
 
 def of_private(system: Path = Path("/sys")) -> HugePages:
-    """Return what memory of one process follows."""
+    """Return the setting for memory of one process."""
     return private(_chosen(system, "enabled"))
 
 
 def private(word: str) -> HugePages:
-    """Return the same of a word of that setting."""
+    """Return the same for a word of that setting."""
     return HugePages(word, word != "never", f"echo madvise > {FOLDER}/enabled")
 
 
 def of_memfd(system: Path = Path("/sys")) -> HugePages:
-    """Return what memory follows that a memfd gives to several processes."""
+    """Return the setting for a memfd, which several processes map."""
     word = _chosen(system, "shmem_enabled")
     fix = f"echo advise > {FOLDER}/shmem_enabled"
     return HugePages(word, word not in ("never", "deny"), fix)
@@ -51,7 +51,7 @@ def of_memfd(system: Path = Path("/sys")) -> HugePages:
 def of_mount(
     device: int, system: Path = Path("/sys"), mounts: Path = Path("/proc/self/mountinfo")
 ) -> HugePages:
-    """Return what files in memory follow, by their `st_dev`."""
+    """Return the setting for files in memory, by their `st_dev`."""
     word, point = _overall(system, "shmem_enabled"), ""
     for line in read_text(mounts).splitlines():
         mount, _, source = line.partition(" - ")
@@ -68,7 +68,7 @@ def of_mount(
 
 
 def of_file(descriptor: int) -> HugePages:
-    """Return what an open file in memory follows."""
+    """Return the setting for an open file in memory."""
     if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:"):
         return of_memfd()
     return of_mount(os.fstat(descriptor).st_dev)

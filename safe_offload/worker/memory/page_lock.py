@@ -83,7 +83,7 @@ class PageLock:
 
     @property
     def is_pageable(self) -> bool:
-        """Whether the memory is used as it is, because the driver would not lock any of it."""
+        """Return whether the memory is used unlocked, as the driver refused to lock it."""
         return self.facts.kind is MemoryKind.PAGEABLE
 
     @property
