@@ -73,7 +73,6 @@ class Machine:
 def read_machine(
     *,
     proc: Path = Path("/proc"),
-    system: Path = Path("/sys"),
     cgroup_root: Path = Path("/sys/fs/cgroup"),
 ) -> Machine:
     """Read the facts from the folders where Linux shows them."""
@@ -88,8 +87,8 @@ def read_machine(
         machine_available_bytes=kib.get("MemAvailable:", 0) * 1024,
         swap_bytes=swap_bytes,
         swap_used_bytes=swap_bytes - kib.get("SwapFree:", 0) * 1024,
-        huge_pages=huge_pages.of_private(system).word,
-        huge_pages_memfd=huge_pages.of_memfd(system),
+        huge_pages=huge_pages.of_private().word,
+        huge_pages_memfd=huge_pages.of_memfd(),
         environment=dict(os.environ),
         is_root=os.geteuid() == 0,
         shared_memory=SharedMemory.read(),

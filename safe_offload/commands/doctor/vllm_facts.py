@@ -84,15 +84,15 @@ class VllmProbe:
             errors="replace",
         )
 
-    def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> VllmFacts:
+    def facts(self) -> VllmFacts:
         """Wait for the process; return its last facts, even if it failed."""
         try:
-            output, _ = self._process.communicate(timeout=timeout_s)
+            output, _ = self._process.communicate(timeout=PROBE_TIMEOUT_S)
             problem = f"the process ended with status {self._process.returncode}"
         except subprocess.TimeoutExpired:
             self._process.kill()
             output, _ = self._process.communicate()
-            problem = f"it did not answer within {timeout_s:.0f} s"
+            problem = f"it did not answer within {PROBE_TIMEOUT_S:.0f} s"
         return read_output(output, problem)
 
 
