@@ -65,6 +65,7 @@ class Subcommand(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="safe-offload", description="Tools for vLLM's SafeCPUOffloadConnector."
     )

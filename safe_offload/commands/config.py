@@ -43,6 +43,7 @@ _OUTER_DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--explain", action="store_true", help="explain every setting")
     parser.add_argument(
         "--kv-transfer-config",
@@ -52,6 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
+    """Print the settings; return the exit status."""
     if arguments.kv_transfer_config is None:
         lines = _all_settings(explain=arguments.explain)
     else:

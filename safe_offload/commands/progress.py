@@ -34,6 +34,7 @@ class Progress:
         self._next_s = time.monotonic() + INTERVAL_S  # a step that ends at once shows nothing
 
     def advance(self, count: int, size_bytes: int) -> None:
+        """Count more objects."""
         self._count += count
         self._size_bytes += size_bytes
         if self._is_shown and (now_s := time.monotonic()) >= self._next_s:

@@ -17,7 +17,7 @@ _BAD_NAMES_MAX: Final = 100_000
 
 
 class Batch:
-    """The objects of one call, by index, and the result of each.
+    """The objects of one call, by index, and the result of each, as a `Seal` judges it.
 
     A store moves bytes; they are judged here, while the next ones arrive.
 
@@ -52,6 +52,7 @@ class Batch:
             yield index
 
     def settle(self, indices: Iterable[int], result: Result) -> None:
+        """Set the result of some objects."""
         for index in indices:
             self.results[index] = result
 

@@ -68,6 +68,7 @@ class Breaker:
             self._become(BreakerState.READY)
 
     def succeed(self) -> None:
+        """Record a call that succeeded."""
         self._num_failures = 0
         if self.state is not BreakerState.CLOSED:
             self._become(BreakerState.CLOSED)

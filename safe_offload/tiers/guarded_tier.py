@@ -117,6 +117,7 @@ class GuardedTier:
         return self._breakers[Operation.SPILL].state is not BreakerState.CLOSED
 
     def namespace(self, generation: str) -> bytes:
+        """Return the namespace for the generation of a message."""
         if generation not in self._namespaces:
             if len(self._namespaces) >= NAMESPACES_MAX:
                 self._namespaces.clear()
@@ -124,6 +125,7 @@ class GuardedTier:
         return self._namespaces[generation]
 
     def names(self, keys: Sequence[tuple[int, bytes]], generation: str) -> list[Name]:
+        """Return the names of blocks by group and hash."""
         namespace = self.namespace(generation)
         return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
 

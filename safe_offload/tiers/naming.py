@@ -111,6 +111,7 @@ def _is_flat(read: object, depth: int = 0) -> bool:
 
 
 def namespace_folder(found: bytes) -> str:
+    """Return the name of the folder of a namespace."""
     return found.hex()
 
 
@@ -127,6 +128,7 @@ def name_of(folder: str, file: str) -> Name | None:
 
 
 def is_namespace_folder(name: str) -> bool:
+    """Return whether the folder of a namespace may be called that."""
     return _NAMESPACE.fullmatch(name) is not None
 
 
@@ -192,6 +194,7 @@ ALL_KEYS: Final = f"{PREFIX}*"
 
 
 def key_of(name: Name) -> bytes:
+    """Return the key of an object."""
     return f"{PREFIX}{namespace_folder(name.namespace)}:{path_of(name)[1]}".encode()
 
 
@@ -204,6 +207,7 @@ def name_of_key(key: bytes) -> Name | None:
 
 
 def description_key(namespace: bytes) -> bytes:
+    """Return the key of the description of a namespace."""
     return f"{PREFIX}{namespace_folder(namespace)}:{DESCRIPTION_FILE}".encode()
 
 

@@ -24,6 +24,7 @@ class RareLog:
         self._logged_at_s: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
+        """Return whether a line of this kind is due."""
         now_s = time.monotonic()
         if now_s - self._logged_at_s.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
             return False
@@ -33,11 +34,13 @@ class RareLog:
         return True
 
     def failure(self, error: OSError) -> None:
+        """Log that the place failed, and the fix if the error has one."""
         reason = reason_of(error)
         if self.is_due(reason[:KIND_CHARS]):
             logger.warning("Tier %s failed to use its store: %s.", self._label, reason)
 
     def bad_object(self, result: Result, name: str) -> None:
+        """Log that an object is not what it should be."""
         if self.is_due(result):
             logger.warning(
                 "Unusable object in tier %s, it is %s: %s", self._label, result.value, name

@@ -208,6 +208,7 @@ def listed(found: Iterable[str]) -> list[str]:
 
 
 def pages(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield lists of at most PAGE_ITEMS."""
     left = iter(items)
     while page := list(islice(left, PAGE_ITEMS)):
         yield page

@@ -335,6 +335,7 @@ class WorkerBridge(WorkerSide):
             self.opened.tiers.count_into(counters)
 
     def gauges(self) -> dict[str, float]:
+        """Return the gauges of this rank's tiers."""
         tiers = None if self.opened is None else self.opened.tiers
         return {} if tiers is None else tiers.gauges()
 

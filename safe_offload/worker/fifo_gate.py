@@ -36,6 +36,7 @@ class FifoGate:
         return f"<FifoGate: {self._bytes} of {self._max_bytes} bytes, {len(self._waiting)} wait>"
 
     async def enter(self, turn: Turn) -> None:
+        """Wait for a turn."""
         assert turn.granted is None
         assert not turn.is_counted
         if turn.is_urgent or (self._fits(turn) and not self._waiting):
@@ -65,6 +66,7 @@ class FifoGate:
             self._grant(turn, turn.granted)
 
     def cancel_waiting(self) -> None:
+        """Cancel all waiting transfers."""
         for turn in list(self._waiting):
             if turn.granted is not None and not turn.granted.done():
                 turn.granted.cancel()

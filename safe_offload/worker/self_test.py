@@ -243,6 +243,7 @@ class SelfTest:
             yield range(num_blocks - count, num_blocks), allowed[:count]
 
     def bind_thread(self) -> None:
+        """Let the calling thread use the device."""
         self._rows.bind_thread()
 
     @property

@@ -215,6 +215,7 @@ class TierRunner:
                 _count(call, series, counters)
 
     def gauges(self) -> dict[str, float]:
+        """Return the gauges of the tiers."""
         gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
         for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
             if guarded.config.location.scheme == FILE:  # other kinds do not know
@@ -225,6 +226,7 @@ class TierRunner:
         return {str(name): float(value) for name, value in gauges.items()}
 
     def statistics(self) -> tuple[PendingMessage, ...]:
+        """Return statistics of the undrained messages."""
         return tuple(self._pending.values())
 
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:

@@ -146,6 +146,7 @@ class Transfers:
         return f"<Transfers {state}: {list(self._pending.values())}, {self._gates!r}>"
 
     def statistics(self) -> TransferStatistics:
+        """Return what is held now."""
         pending = self._pending.values()
         return TransferStatistics(
             tuple(self._pending),

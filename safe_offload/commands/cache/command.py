@@ -45,6 +45,7 @@ _PLACE_LENGTH_MAX: Final = 200
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the subcommands."""
     commands = parser.add_subparsers(required=True, metavar="ACTION")
     for name, function, what in (
         ("ls", _ls, "namespaces, their models, objects, bytes and age"),
@@ -74,6 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
+    """Run the subcommand; return the exit status."""
     if arguments.place == pools.PLACE:
         found, rows, result = pools.run_on_pools(arguments)
         text = json.dumps(found, indent=1) if arguments.json else "\n".join(_table(rows))
@@ -146,6 +148,7 @@ class Listed:
         return printable(str(self.facts.get("model", "?")))
 
     def add(self, item: Item) -> None:
+        """Count an object."""
         if item.is_temporary:
             self.num_temporaries += 1
             return

@@ -25,7 +25,7 @@ class CacheError(SafeOffloadError):
 
 
 class Place:
-    """A store without slots, one operation at a time; `label` is for messages, without secrets.
+    """A `Store` without slots, one operation at a time; `label`, for messages, has no secrets.
 
     `pretend` alone changes `is_dry`: nothing is deleted. `progress` is invisible until `show_on`
     replaces it.
@@ -40,6 +40,7 @@ class Place:
 
     @property
     def use(self) -> str:
+        """See `Store.use`."""
         return self._store.use
 
     def pretend(self, is_dry: bool) -> None:

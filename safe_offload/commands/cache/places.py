@@ -33,6 +33,7 @@ OPTIONS: Final = {
 
 
 def add_options(parser: ArgumentParser) -> None:
+    """Add the options to reach a tier."""
     for option, setting in OPTIONS.items():
         metavar = setting.rpartition("_")[2].upper()
         parser.add_argument(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
@@ -56,6 +57,7 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
 
 
 def open_place(place: str, config: TierConfig) -> Place:
+    """Return the place of a tier."""
     location = config.location
     label = location.label
     if location.scheme == FILE:

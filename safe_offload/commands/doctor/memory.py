@@ -34,6 +34,7 @@ class HostPool:
 
     @property
     def bytes(self) -> int | None:
+        """Return the memory of all ranks."""
         return None if self.rank_bytes is None else self.rank_bytes * self.num_ranks
 
 

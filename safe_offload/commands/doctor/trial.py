@@ -50,6 +50,7 @@ class Trial:
 
     @property
     def is_gpu(self) -> bool:
+        """Return whether the device is a GPU."""
         return self.device != "cpu"
 
 

@@ -143,6 +143,7 @@ class CapacityShare:
                 Usage(usage.generation, usage.taken_bytes + size_bytes).write(usage_fd)
 
     def is_too_small_for(self, size_bytes: int) -> bool:
+        """Return whether a file is larger than the whole capacity."""
         return self._limit_bytes is not None and size_bytes > self._limit_bytes
 
     def wants_count(self, *, is_refused: bool = False) -> bool:

@@ -135,6 +135,7 @@ def lock_problem_of(path: str) -> str:
 
 
 def file_system_finding(label: str, kind: str) -> Finding:
+    """Judge the type of the file system that a tier is on."""
     id, is_on = "tiers.file-system", f"{label} is on {kind or 'a file system of unknown type'}"
     if kind in NFS:
         return warning(
@@ -158,6 +159,7 @@ def file_system_finding(label: str, kind: str) -> Finding:
 
 
 def room_finding(config: FileConfig, label: str, free_bytes: int, held_bytes: int) -> Finding:
+    """Compare the capacity of a tier with the free bytes and those that it holds already."""
     id, room_bytes, free = "tiers.room", free_bytes + held_bytes, format_bytes(free_bytes)
     if config.capacity_bytes is None:
         return info(id, f'no "capacity": {label} grows until the disk is full; {free} free')

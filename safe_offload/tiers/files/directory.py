@@ -55,6 +55,7 @@ class Stored(NamedTuple):
 
     @property
     def is_temporary(self) -> bool:
+        """Return whether it is being written, or was when its writer died."""
         return self.file.startswith(TEMPORARY_PREFIX)
 
 

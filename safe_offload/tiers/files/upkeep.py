@@ -21,11 +21,13 @@ _NOT_EMPTY_OR_GONE: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.
 
 
 def namespaces(root_fd: int) -> list[str]:
+    """Return the names of all namespaces, in order."""
     with os.scandir(root_fd) as entries:
         return listed(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def items(root_fd: int, namespace: str) -> Iterator[Item]:
+    """Yield the files of all namespaces, or of one."""
     for file, _ in walk(root_fd, namespace):
         key = f"{file.namespace}/{file.folder}/{file.file}"
         item = item_at(key, file.size_bytes, file.used_at_ns / 1e9)
@@ -54,6 +56,7 @@ def _require_file(file: str, folder_fd: int) -> None:
 
 
 def delete(key: str, root_fd: int) -> bool:
+    """Delete a file; return whether it existed."""
     try:
         with _folder_of(key, root_fd) as (folder_fd, file):
             return remove(file, folder_fd)

@@ -97,7 +97,7 @@ class Room(threading.local):
 
 
 class Helper:
-    """The client and the memory it uses; its methods are the calls that channels carry."""
+    """The client and the memory it uses; its methods are the calls of a `Client`."""
 
     def __init__(self, store: Any, engine: Any) -> None:
         self._store = store
@@ -107,6 +107,7 @@ class Helper:
         self._room = Room()
 
     def set_up(self, here: str, metadata: str, *more: Any) -> Any:
+        """Set the client up; return a code."""
         *_, protocol, devices, _ = more
         self._is_tcp = protocol == "tcp"
         if not self._is_tcp:

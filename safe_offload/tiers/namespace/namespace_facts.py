@@ -107,6 +107,7 @@ class NamespaceFacts:
         return Learned(facts, tuple(doubts), summary)
 
     def take(self, learned: Learned) -> None:
+        """Complete the facts."""
         self.facts |= learned.facts
         self.doubts += learned.doubts
 

@@ -173,6 +173,7 @@ def _provider_of_files(config: BucketConfig, environment: Mapping[str, str]) -> 
 
 
 def problem_of(error: BaseException) -> Problem:
+    """Return why a request failed."""
     status, code = _answer_of(error)
     if code in _NO_BUCKET:
         return Problem.NO_BUCKET

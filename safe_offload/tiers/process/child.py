@@ -60,6 +60,7 @@ def length_of(head: bytes, bytes_max: int) -> int:
 
 
 def framed(message: bytes) -> bytes:
+    """Return a message with its length before it."""
     return len(message).to_bytes(LENGTH_BYTES, "big") + message
 
 

@@ -58,9 +58,11 @@ def new_room(size_bytes: int) -> memoryview:
 class Digest(Protocol):
     """A digest of bytes that arrive piece by piece."""
 
-    def update(self, piece: memoryview, /) -> None: ...
+    def update(self, piece: memoryview, /) -> None:
+        """Add the next bytes."""
 
-    def digest(self) -> bytes: ...
+    def digest(self) -> bytes:
+        """Return the digest of the bytes so far."""
 
 
 class Seal:

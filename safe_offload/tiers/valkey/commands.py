@@ -50,6 +50,7 @@ def sent_by(config: ValkeyConfig) -> tuple[str, ...]:
 
 
 def words_of(name: str) -> tuple[bytes, ...]:
+    """Return a command as it is sent."""
     return tuple(name.upper().encode().split(b"|"))
 
 

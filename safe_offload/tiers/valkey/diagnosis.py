@@ -178,6 +178,7 @@ def access_of(label: str, denied: Mapping[str, str], *, is_cluster: bool = False
 
 
 def memory_of(label: str, seen: Sequence[Seen]) -> Iterator[Finding]:
+    """Judge the limits of memory of all nodes."""
     id, used = "tiers.memory", format_bytes(sum(node.used_bytes for node in seen))
     fullest = max(seen, key=lambda node: node.used_bytes - node.maxmemory_bytes)
     if not all(node.maxmemory_bytes for node in seen):
@@ -204,6 +205,7 @@ def memory_of(label: str, seen: Sequence[Seen]) -> Iterator[Finding]:
 
 
 def eviction_of(label: str, seen: Sequence[Seen], *, has_ttl: bool) -> Iterator[Finding]:
+    """Judge the eviction policies of the nodes."""
     id, expected = "tiers.eviction", "least recently used eviction"
     fix = f"set maxmemory-policy {_LRU}"
     for policy in sorted({node.policy for node in seen}):

@@ -76,6 +76,7 @@ class Login:
 
     @property
     def has_tls(self) -> bool:
+        """Return whether connections have TLS."""
         return self._tls is not None
 
     async def connect(self, address: Address) -> Wire:
@@ -129,6 +130,7 @@ class Login:
 
 
 def command(*words: bytes) -> bytes:
+    """Return a command as it is sent."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 

@@ -115,6 +115,7 @@ class PendingReply:
             self.future.exception()  # seen: who was cancelled does not look
 
     def finish(self, result: object) -> None:
+        """Complete it."""
         self.is_done = True
         if not self.future.done():
             self.future.set_result(result)

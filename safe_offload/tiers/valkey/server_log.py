@@ -50,6 +50,7 @@ class ServerLog(RareLog):
     """Logs refusals of a server, too, with their fixes."""
 
     def password_in_url(self) -> None:
+        """Log that others can see the password."""
         logger.warning(
             "The url of tier %s contains a password, which vLLM logs with its arguments. Fix: "
             'put it into a file, and set "password_file".',
@@ -57,6 +58,7 @@ class ServerLog(RareLog):
         )
 
     def refusal(self, answer: ErrorReply) -> None:
+        """Log an error reply."""
         code, command = answer.code, _named(answer)
         if self.is_due((code, command)):
             fix = _FIXES.get(code, "Check its log")

@@ -134,9 +134,11 @@ class Node:
 
     @property
     def is_paused(self) -> bool:
+        """Return whether the server is paused after a failure."""
         return asyncio.get_running_loop().time() < self._paused_until_s
 
     def succeed(self) -> None:
+        """Record that it has answered."""
         self._pause_s = PAUSE_S
 
     def fail(self) -> None:
@@ -151,6 +153,7 @@ class Node:
             return await self._login.connect(self.address)
 
     def close(self) -> None:
+        """Close its connections."""
         self.data.close()
         self.queries.close()
 
@@ -165,10 +168,12 @@ class Silence:
 
     @property
     def is_long(self) -> bool:
+        """Return whether it has been longer than STALL_S."""
         heard_at_s = 0.0 if self._wire is None else self._wire.heard_at_s
         return self._loop.time() - max(self._begun_s, heard_at_s) > STALL_S
 
     def begin(self, wire: Wire) -> None:
+        """Watch this connection from now on."""
         self._begun_s, self._wire = self._loop.time(), wire
 
 
@@ -195,6 +200,7 @@ class Servers:
 
     @property
     def nodes(self) -> list[Node]:
+        """Return the servers that have keys."""
         return list(self._nodes.values())
 
     async def place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
@@ -256,6 +262,7 @@ class Servers:
             raise error or LoginError("no server of the cluster can be asked")
 
     def close(self) -> None:
+        """Close all connections."""
         for node in self._nodes.values():
             node.close()
         self._home.close()

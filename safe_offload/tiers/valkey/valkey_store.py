@@ -397,6 +397,7 @@ class ValkeyStore(Store):
         return self._servers.is_cluster
 
     async def node_of(self, key: str) -> Node:
+        """Return the server that has a key."""
         await self.nodes()
         if (owner := self._servers.owner(key.encode())) is None:
             raise PlaceError(

@@ -38,7 +38,7 @@ MOVE_MODULE = "safe_offload.worker.copies._move"
 
 
 class CpuCompletion:
-    """A copy that a thread runs."""
+    """See `Completion`: a copy that a thread runs."""
 
     def __init__(self, path: CopyPath, future: Future[None]) -> None:
         self.path = path
@@ -181,6 +181,7 @@ def _library() -> ctypes.CDLL:
 
 
 def move_each(ranges: Ranges) -> None:
+    """Copy each range by a call of its own."""
     for target, source, length in zip(
         ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
     ):

@@ -127,6 +127,7 @@ class Device:
         self.driver.copy(partner.data_ptr(), host.data_ptr(), host.nbytes, stream.cuda_stream)
 
     def load_kernel(self, word_bytes: int) -> None:
+        """Compile the row kernel for words of a size."""
         cupy = self._import_cupy()
         source = row_kernel.make_source(word_bytes)
         with keep_signal_handlers(), cupy.cuda.Device(self._device.index):
@@ -152,6 +153,7 @@ class Device:
         return "python -c 'import cupy; cupy.show_config()' shows what cupy lacks"
 
     def launch(self, arguments: RowArguments, stream: Any) -> None:
+        """Launch the row kernel."""
         cuda = self._import_cupy().cuda
         with cuda.Device(self._device.index), cuda.Stream.from_external(stream):
             self._kernel(
@@ -170,6 +172,7 @@ class Device:
         self.driver.check("cudaHostRegister", int(status))
 
     def unlock(self, address: int) -> None:
+        """Undo `lock`."""
         status = self._cuda.cudart().cudaHostUnregister(address)
         self.driver.check("cudaHostUnregister", int(status))
 

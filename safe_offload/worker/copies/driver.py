@@ -102,6 +102,7 @@ class Driver:
         self.check(self._copy_name, self._copy(*arguments))
 
     def copy_each(self, ranges: Ranges, stream: int) -> None:
+        """Copy range by range."""
         for target, source, length in zip(
             ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
         ):

@@ -30,7 +30,7 @@ FIRST_PIECE_RANGES: Final = 64
 
 @dataclass(slots=True, eq=False, repr=False)
 class GpuCompletion:
-    """A copy that a lane gives to its stream; the lane changes it.
+    """See `Completion`: a copy that a lane gives to its stream; the lane changes it.
 
     Attributes:
         after: what the stream waits for before the first piece.
@@ -65,15 +65,18 @@ class GpuCompletion:
         self.future.set_running_or_notify_cancel()
 
     def choose(self, path: CopyPath) -> None:
+        """Say how it is copied."""
         self.path = path
 
     def fail(self, text: str) -> None:
+        """Say why it will not have copied everything."""
         self.failure = TransferError(FailureReason.COPY_FAILED, text)
 
     async def wait(self) -> None:
         await asyncio.wrap_future(self.future)
 
     def cancel(self) -> bool:
+        """See `Completion.cancel`; what a stream has been given cannot be taken back."""
         return self.lane.give_up(self)
 
 

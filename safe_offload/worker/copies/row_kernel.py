@@ -111,6 +111,7 @@ def word_bytes(layout: HostLayout, *addresses: int) -> int:
 
 
 def make_source(size_bytes: int) -> str:
+    """Return the kernel's source for words of a size."""
     return (
         f"#define GROUP_SIZE {GROUP_SIZE}\n#define PIECE_BYTES {PIECE_BYTES}ull\n"
         f"typedef {WORDS[size_bytes]} Word;\n{SOURCE}"

@@ -53,7 +53,8 @@ class Locker(Protocol):
 
     def lock(self, address: int, size_bytes: int) -> None: ...
 
-    def unlock(self, address: int) -> None: ...
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
 
 
 class PageLock:
@@ -88,6 +89,7 @@ class PageLock:
 
     @property
     def num_usable_slots(self) -> int:
+        """Slots that may be used by now."""
         if self.is_pageable:
             return self._layout.num_slots
         return self._layout.num_slots_within(self._num_locked)
