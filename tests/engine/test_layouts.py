@@ -11,13 +11,11 @@ from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,
     NUM_PROMPT_TOKENS,
-    RESET_GPU_CACHE,
     Job,
     connector,
     make_job,
     num_hit_tokens,
     run,
-    tier_at,
 )
 
 BOTH = ("LBHNC", "BLHNC")
@@ -71,22 +69,3 @@ def warnings_of(log: str) -> set[str]:
     """What vLLM and the connector have warned of, without the time and the place."""
     lines = [line for line in log.splitlines() if "WARNING" in line]
     return {line.partition("] ")[2] for line in lines}
-
-
-@pytest.mark.nightly
-def test_what_a_tier_has_of_one_layout_is_not_read_in_another(model, tmp_path):
-    """Three engines one after the other; the third one finds what the second has stored."""
-    turns = ("A", RESET_GPU_CACHE, "A")
-    reports = []
-    for index, is_wanted in enumerate((False, True, True)):
-        config = connector(
-            num_slots=500, tiers=[tier_at(tmp_path / "tier")], enable_cross_layers_blocks=is_wanted
-        )
-        one = job(model, "llama", *BOTH, kv_transfer_config=config, turns=turns)
-        reports += run(tmp_path / str(index), one)
-    num_hit = num_hit_tokens(NUM_PROMPT_TOKENS)
-    hits = [report.answers[0].num_host for report in reports]
-    assert hits == [0, 0, num_hit]
-    for report in reports:
-        assert report.tokens == [reports[0].tokens[0]] * 2
-        report.check_no_trouble()

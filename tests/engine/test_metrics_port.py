@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.engines import connector, make_prompts
 from tests.engine.http_server import BLOCK_SIZE, PREFIX, HttpServer, hold_port
-from tests.engine.prometheus import find_program
+from tests.programs import find_program
 
 NUM_TOKENS, NUM_HIT_TOKENS = 321, 320
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDEFGH")

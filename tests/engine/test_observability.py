@@ -14,11 +14,11 @@ from tests.engine.prometheus import (
     EXAMPLES,
     as_asked,
     dashboard_queries,
-    find_program,
     prometheus,
     without_comparisons,
 )
 from tests.observe.reference_page import rows
+from tests.programs import find_program
 
 pytestmark = pytest.mark.skipif(
     None in (find_program("prometheus"), find_program("promtool")),

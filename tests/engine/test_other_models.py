@@ -26,7 +26,6 @@ from tests.tiny_vision import IMAGE_ID, write_tiny_vision_model
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
-NUM_EDITS = 1
 NUM_IMAGE_PROMPT = 129
 OTHER_PIXELS = {"do_normalize": False}
 """As many tokens of an image, and other values."""
@@ -54,10 +53,10 @@ def job_with_images(model: Path, tier: Path | None, **arguments: Any) -> Job:
     return replace(job(model, tier, **arguments), prompts=prompts)
 
 
-def edit_weights(file: Path, seed: int) -> None:
+def edit_weights(file: Path) -> None:
     """Change half of a random tensor by much; size and time of the change stay as they were."""
     before = file.stat()
-    rng = random.Random(seed)
+    rng = random.Random(0)
     with safe_open(file, "np") as tensors:
         names = [name for name in tensors.keys() if "proj" in name]  # noqa: SIM118 (no mapping)
         values = tensors.get_tensor(rng.choice(names))
@@ -77,21 +76,18 @@ def hits(report: Report) -> list[int]:
 
 
 def test_weights_that_were_edited_in_place_have_answers_of_their_own(model, tmp_path):
-    """Each edit is found; between two, a restart has what the last one stored."""
+    """The edit is found; a restart after it has what was stored last."""
     folder, tier = tmp_path / "model", tmp_path / "tier"
     shutil.copytree(model("llama"), folder)
-    all_hit = [num_hit_tokens(NUM_TOKENS)] * 2
     (first,) = run(tmp_path / "first", job(folder, tier))
     assert hits(first) == [0, 0]
-    for number in range(NUM_EDITS):
-        edit_weights(folder / "model.safetensors", number)
-        edited, plain = run(tmp_path / f"edit {number}", job(folder, tier), job(folder, None))
-        assert hits(edited) == [0, 0]
-        assert edited.tokens == plain.tokens != first.tokens
-        (again,) = run(tmp_path / f"again {number}", job(folder, tier))
-        assert hits(again) == all_hit
-        assert again.tokens == edited.tokens
-        first = edited
+    edit_weights(folder / "model.safetensors")
+    edited, plain = run(tmp_path / "edit", job(folder, tier), job(folder, None))
+    assert hits(edited) == [0, 0]
+    assert edited.tokens == plain.tokens != first.tokens
+    (again,) = run(tmp_path / "again", job(folder, tier))
+    assert hits(again) == [num_hit_tokens(NUM_TOKENS)] * 2
+    assert again.tokens == edited.tokens
 
 
 @pytest.mark.nightly

@@ -4,24 +4,16 @@ import os
 import shutil
 import signal
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from examples.tiny_models import ModelKind
 from tests.engine.engines import (
-    MLA,
-    NUM_MLA_HIT_TOKENS,
-    Job,
-    Report,
     connector,
-    make_job,
     make_prompts,
     num_hit_tokens,
-    run,
     tier_at,
 )
 from tests.engine.http_server import HttpServer
@@ -36,58 +28,6 @@ def tmpfs():
     """A folder in memory."""
     with tempfile.TemporaryDirectory(prefix="safe-offload-test-", dir="/dev/shm") as name:
         yield Path(name)
-
-
-def job(model: Path, kind: ModelKind, *tiers: Path | dict[str, Any], **extra: Any) -> Job:
-    """A, B, C in a pool of 1.6 prompts, with tiers: directories, or as a configuration has them."""
-    written = [tier_at(tier) if isinstance(tier, Path) else tier for tier in tiers]
-    return make_job(
-        model,
-        kv_transfer_config=connector(tiers=written, **extra),
-        turns=ABC,
-        prefix_caching_hash_algo=HASHES,
-    )
-
-
-def check_found_again(first: Report, second: Report, num_hit: int) -> None:
-    """A, B, C were computed by the first engine, and came to the second from what that had kept."""
-    for report in (first, second):
-        report.check_well()
-    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
-    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
-    assert second.tokens == first.tokens
-
-
-@pytest.mark.nightly
-def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up(model, tmp_path):
-    """It knows steps of 16 tokens, and nothing of those of 512 that its hits have spared it."""
-    tier = tmp_path / "tier"
-    auto = {"min_load_tokens": "auto"}
-    (first,) = run(tmp_path / "first", job(model("llama"), "llama", tier, **auto))
-    (second,) = run(tmp_path / "second", job(model("llama"), "llama", tier, **auto))
-    check_found_again(first, second, num_hit_tokens(2000))
-    assert first.count("compute_tokens_per_second") > 0
-    assert second.count("compute_tokens_per_second") == 0, "that of a step of 16 tokens"
-    assert second.count("saved_seconds") == 0
-
-
-@pytest.mark.nightly
-def test_an_engine_with_mla_finds_what_the_last_one_stored(model, tmp_path):
-    """vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
-
-    The first engine is asked twice, and has the second answers from its own prefix cache.
-    """
-    config = connector(tiers=[tier_at(tmp_path / "tier")])
-    small = make_job(model("deepseek"), config, turns=ABC, prefix_caching_hash_algo=HASHES, **MLA)
-    num_blocks = 4 * small.arguments["num_gpu_blocks_override"]
-    large = small.arguments | {"num_gpu_blocks_override": num_blocks}
-    (first,) = run(tmp_path / "first", replace(small, arguments=large, turns=(*ABC, *ABC)))
-    (second,) = run(tmp_path / "second", small)
-    num_hit = NUM_MLA_HIT_TOKENS
-    assert [answer.num_gpu for answer in first.answers] == [0, 0, 0, num_hit, num_hit, num_hit]
-    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
-    assert second.tokens == first.tokens[3:]
-    second.check_well()
 
 
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")

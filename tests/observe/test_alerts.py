@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.prometheus import find_program
 from tests.observe.reference_page import NAMES
+from tests.programs import find_program
 
 FOLDER = Path(__file__).parents[2] / "examples" / "observability"
 PROMTOOL = find_program("promtool")

@@ -9,9 +9,7 @@ import errno
 import itertools
 import json
 import re
-import shutil
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +24,7 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisherFactory, KVEventBatch
 
 from tests.engine.http_server import find_free_port
+from tests.programs import find_program
 from tests.scheduler.rig import Rig
 from tests.simulator.groups import BLOCK_TOKENS
 
@@ -85,11 +84,6 @@ def wait_for(is_met: Callable[[], bool], rig: Rig) -> None:
 # ---- Dynamo ------------------------------------------------------------------------------------
 
 
-def dynamo_indexer() -> str | None:
-    beside = Path(sys.executable).with_name("dynamo-indexer")
-    return shutil.which("dynamo-indexer") or (str(beside) if beside.exists() else None)
-
-
 class Dynamo:
     """The indexer of Dynamo's router, as a server."""
 
@@ -135,7 +129,7 @@ def indexer(program: str, rig: Rig, log: Path) -> Iterator[Dynamo | None]:
 
 @contextlib.contextmanager
 def dynamo(rig: Rig, folder: Path) -> Iterator[Dynamo]:
-    program = dynamo_indexer()
+    program = find_program("dynamo-indexer")
     if program is None:
         pytest.skip("no dynamo-indexer: `make servers`")
     with (
