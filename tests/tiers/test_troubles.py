@@ -1,28 +1,25 @@
 """What a server does to a tier of any kind: at worst misses, and afterwards it is used again.
 
-Each kind says how its server is started, killed, stopped and lied to. What only one kind does is
-tested in its folder.
+Each kind says how its server is started, killed and stopped. What only one kind does is tested in
+its folder, and objects that a server has changed by the contract.
 """
 
 import asyncio
 import itertools
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import GuardedTier
-from safe_offload.tiers.naming import HEADER_BYTES, key_of, namespace, namespace_folder, path_of
-from safe_offload.tiers.objects.bucket import open_store
+from safe_offload.tiers.naming import namespace
 from safe_offload.tiers.sealed_tier import SealedTier
 from tests.bucket_server import BucketServer
-from tests.mooncake_server import Master, Segment, find_master, open_client
-from tests.tiers.contract import BAD, FACTS, PATIENCE_S, bytes_of, filled, slot_of, tier_at
+from tests.mooncake_server import Master, Segment, find_master
+from tests.tiers.contract import FACTS, PATIENCE_S, bytes_of, filled, slot_of, tier_at
 from tests.tiers.valkey.scripted_server import reason_of
 from tests.valkey_server import Server
 
@@ -49,14 +46,6 @@ class ValkeyPlace:
     def denied(self, monkeypatch: pytest.MonkeyPatch) -> TierConfig:
         return TierConfig.at(f"redis://kv:{WRONG}@{self.server.host_port}")
 
-    def read(self, name: Name) -> bytes:
-        with self.server.client() as client:
-            return bytes(client.get(key_of(name)))
-
-    def write(self, name: Name, data: bytes) -> None:
-        with self.server.client() as client:
-            client.set(key_of(name), data)
-
     def close(self) -> None:
         self.kill()
 
@@ -80,15 +69,6 @@ class BucketPlace:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", WRONG)
         return self.config()
 
-    def read(self, name: Name) -> bytes:
-        return bytes(open_store(self.config()).get(self._path(name)).bytes())
-
-    def write(self, name: Name, data: bytes) -> None:
-        open_store(self.config()).put(self._path(name), data, use_multipart=False)
-
-    def _path(self, name: Name) -> str:
-        return "/".join((namespace_folder(name.namespace), *path_of(name)))
-
 
 class MooncakePlace:
     """A master and one machine with memory. It knows no credentials."""
@@ -101,16 +81,12 @@ class MooncakePlace:
         self.segment = Segment(folder, self.master, 64 * MIB)
         self.suspend, self.resume = self.master.suspend, self.master.resume
         self.environment: dict[str, str] = {}
-        self.anyone: Any = None
 
     def start(self) -> None:
         self.master.start()
         self.segment.start()
 
     def kill(self) -> None:
-        if self.anyone is not None:
-            self.anyone.close()
-            self.anyone = None
         self.segment.kill()
         self.master.kill()
 
@@ -119,18 +95,6 @@ class MooncakePlace:
 
     def denied(self, monkeypatch: pytest.MonkeyPatch) -> TierConfig:
         raise NotImplementedError
-
-    def client(self) -> Any:
-        """Return a client of Mooncake's own, with which anyone may write anything."""
-        self.anyone = self.anyone or open_client(self.master.address)
-        return self.anyone
-
-    def read(self, name: Name) -> bytes:
-        return bytes(self.client().get(key_of(name).decode()))
-
-    def write(self, name: Name, data: bytes) -> None:
-        assert self.client().remove(key_of(name).decode(), True) == 0
-        assert self.client().put(key_of(name).decode(), data) == 0
 
     def close(self) -> None:
         self.kill()
@@ -207,40 +171,6 @@ async def is_used_again(tier: SealedTier, names: Sequence[Name]) -> None:
         while {*await tier.fetch(names, found)} != {Result.DONE}:  # noqa: ASYNC110 of a server
             await asyncio.sleep(0.1)
     assert [*map(bytes_of, found)] == [*map(bytes_of, slots)]
-
-
-LIES = {
-    "the truth": lambda data, other: data,
-    "a changed byte": lambda data, other: data[:-7] + bytes([data[-7] ^ 1]) + data[-6:],
-    "a changed header": lambda data, other: data[:40] + bytes([data[40] ^ 1]) + data[41:],
-    "another object": lambda data, other: other,
-    "a foreign header": lambda data, other: other[:HEADER_BYTES] + data[HEADER_BYTES:],
-    "a short object": lambda data, other: data[:-1],
-    "a long object": lambda data, other: data + b"x",
-    "a header only": lambda data, other: data[:HEADER_BYTES],
-    "noise": lambda data, other: random.Random(1).randbytes(len(data)),
-}
-
-
-async def test_lies_among_true_objects_give_no_wrong_byte(place, open_tier, names):
-    """One batch reads them all."""
-    lies, size_bytes = [*LIES] * 2, 100_000
-    tier, truth = open_tier(place.config()), sources(names, size_bytes)
-    assert {*await tier.spill(names, truth)} == {Result.DONE}
-    stored = [place.read(name) for name in names]
-    for name, data, other, lie in zip(names, stored, stored[1:] + stored[:1], lies, strict=True):
-        if lie != "the truth":
-            place.write(name, LIES[lie](data, other))
-    found = targets(names, size_bytes)
-    results = await tier.fetch(names, found)
-    for lie, result, target, true in zip(lies, results, found, truth, strict=True):
-        assert (result is Result.DONE) == (lie == "the truth"), lie
-        assert result in (Result.DONE, *BAD), lie
-        assert result in BAD or bytes_of(target) == bytes_of(true)
-    assert await tier.probe(names) == [lie == "the truth" for lie in lies]
-    assert {*await tier.spill(names, truth)} == {Result.DONE, Result.PRESENT}
-    assert {*await tier.fetch(names, found)} == {Result.DONE}
-    assert [*map(bytes_of, found)] == [*map(bytes_of, truth)]
 
 
 async def test_wrong_credentials_are_named_and_never_shown(

@@ -217,16 +217,6 @@ def test_objects_of_a_trial_that_is_killed_expire(server, monkeypatch):
         assert all(0 < client.pttl(key) <= 1000 * TRIAL_TTL_S for key in left)
 
 
-@pytest.mark.parametrize(
-    ("values", "also"), [({}, ["get"]), ({"ttl_s": 3600.0}, ["getex", "pexpire"])]
-)
-def test_a_user_with_what_the_tier_sends_is_told_that_all_is_well(server, values, also):
-    set_user(server, f"tier reset on nopass ~safe-offload:* {rights(*SENT.split(), *also)}")
-    assert not wrong(list(found_of(server, "tier@", **values).values()))
-    with server.client() as client:
-        assert client.keys("safe-offload:*") == []
-
-
 def test_a_cluster_and_one_whose_nodes_may_not_be_asked_for(tmp_path):
     with Cluster(tmp_path) as cluster:
         found = found_of(cluster.servers[0])

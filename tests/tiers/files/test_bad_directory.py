@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import shutil
 import socket
@@ -162,18 +161,6 @@ async def test_nobody_else_may_read_what_is_stored(make, root):
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-async def test_a_namespace_is_described_once_for_people(make, root):
-    tier, after_reset = make(), namespace(FACTS, "word")
-    for number, space in enumerate((SPACE, SPACE, after_reset)):
-        await spill_one(tier, name_of(number, space=space), filled(LENGTHS))
-    described = {
-        space: json.loads((root / namespace_folder(space) / "namespace.json").read_text())
-        for space in (SPACE, after_reset)
-    }
-    assert described[SPACE] == {"after_reset": False, "facts": FACTS, "format": 1}
-    assert described[after_reset]["after_reset"]
-
-
 async def test_a_directory_that_others_may_write_is_taken_back(make, root):
     """As with a volume of Kubernetes that has an fsGroup."""
     await spill_one(make(), name_of(1), filled(LENGTHS))
@@ -181,18 +168,6 @@ async def test_a_directory_that_others_may_write_is_taken_back(make, root):
     folder.chmod(0o2770)
     assert await fetch_one(make(), name_of(1), slot_of(LENGTHS)) is Result.DONE
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
-async def test_a_namespace_of_another_user_is_not_used(make, root, package_log):
-    await spill_one(make(), name_of(1), filled(LENGTHS))
-    os.chown(root / namespace_folder(SPACE), NOBODY, NOBODY)
-    tier = make()
-    with pytest.raises(PermissionError, match="Fix: run the engines"):
-        await tier.probe([name_of(1)])
-    assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.FAILED
-    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.REFUSED
-    assert any("belongs to user 65534" in line for line in said(package_log))
 
 
 async def test_a_directory_that_cannot_be_written_can_be_read(other_user, make, package_log):

@@ -159,33 +159,6 @@ async def test_a_refusal_that_evicting_does_not_heal_evicts_once(
     assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
 
 
-async def test_a_full_disk_is_left_alone_by_writes(make, tmp_path, monkeypatch):
-    """The breaker stops writing, and not reading."""
-    tier = make(tmp_path / "kv")
-    await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
-    guarded = GuardedTier(
-        tier, TierConfig.at(f"file://{tmp_path}/kv"), lambda _: SPACE, slot_bytes=1
-    )
-    calls = itertools.count()
-
-    def refuse(*_: object) -> int:
-        next(calls)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(object_file.os, "pwritev", refuse)
-    for number in range(1000, 1004):
-        assert await guarded.spill([name_of(number)], [SOURCE]) is not None
-        await tier.settle()
-    assert guarded.is_out_for_writing
-    num_calls = next(calls)
-    assert await guarded.spill([name_of(2000)], [SOURCE]) is None
-    assert next(calls) == num_calls + 1
-    assert not guarded.is_out
-    assert await guarded.fetch(NAMES[-1:], [slot_of((OBJECT_BYTES,))]) == [Result.DONE]
-    assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
-    await guarded.close()
-
-
 async def test_what_a_full_disk_drops_is_counted_as_full_until_there_is_room(make, tmp_path):
     """Also when room was made before and others took it: an alert on that lasts as long."""
     with mounted(tmp_path / "mnt", "tmpfs", NUM_OBJECTS * FILE_BYTES + (2 << 20)) as folder:

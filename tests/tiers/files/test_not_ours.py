@@ -271,9 +271,12 @@ async def test_a_folder_or_an_object_of_another_user_is_not_read(make, base, pac
     os.chown(path, NOBODY, NOBODY)
     assert await fetch_one(tier, name, slot_of(LENGTHS)) is Result.UNREADABLE
     os.chown(path, 0, 0)
-    os.chown(path.parent, NOBODY, NOBODY)
-    await is_refused(tier, package_log, "belongs to user 65534")
-    assert await fetch_one(tier, name, slot_of(LENGTHS)) is Result.FAILED
+    for folder in (path.parent, path.parent.parent):
+        os.chown(folder, NOBODY, NOBODY)
+        other = make(base / "kv")
+        await is_refused(other, package_log, "belongs to user 65534")
+        assert await fetch_one(other, name, slot_of(LENGTHS)) is Result.FAILED
+        os.chown(folder, 0, 0)
 
 
 # ---- containers ---------------------------------------------------------------------------------

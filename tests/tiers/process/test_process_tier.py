@@ -109,15 +109,6 @@ def test_what_a_store_refuses_is_an_error_at_the_start(slots, tmp_path):
         slots.open(config)
 
 
-def test_a_process_that_does_not_start_is_an_error(slots, tmp_path, monkeypatch):
-    monkeypatch.setattr(process_tier, "_MAIN", "raise SystemExit(3)")
-    with pytest.raises(ConfigError, match="does not start"):
-        slots.open(directory(tmp_path))
-    monkeypatch.setattr(process_tier.sys, "executable", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="refuses a process"):
-        slots.open(directory(tmp_path))
-
-
 async def test_a_process_that_was_killed_is_started_again(slots, tmp_path, caplog):
     async with opened(slots, directory(tmp_path / "tier")) as tier:
         content = slots.fill(2)

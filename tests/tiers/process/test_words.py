@@ -16,7 +16,6 @@ from tests.tiers.process.test_process_tier import (
     PATIENCE_S,
     directory,
     names,
-    wait_until,
 )
 
 LIAR = """
@@ -100,14 +99,6 @@ async def test_a_wrong_word_costs_the_process_that_says_it(liar, message, caplog
     assert len(caplog.text) < 5000
     assert runner.gauges()['tier_stored_bytes{tier="1"}'] == 0
     assert runner.guarded_tiers[0].take_evicted() == 0
-
-
-async def test_another_process_takes_the_place_of_a_liar(liar):
-    tier = liar(b"no")
-    with pytest.raises(OSError, match="its process has ended"):
-        await tier.probe(names())
-    assert await tier.probe(names()) == [False] * NUM_SLOTS
-    await tier.close()
 
 
 async def test_a_message_that_is_too_long_is_not_read(liar, caplog):
@@ -200,12 +191,3 @@ def test_a_first_word_without_end_is_not_waited_for(slots, tmp_path, monkeypatch
     monkeypatch.setattr(process_tier, "START_S", 0.5)
     with pytest.raises(ConfigError, match="does not start"):
         slots.open(directory(tmp_path / "tier"))
-
-
-async def test_answers_of_a_process_that_was_given_up_change_nothing(liar):
-    tier = liar(json.dumps(["done", 0, YES]).encode(), b'["holds", 1, 1]')
-    asking = asyncio.ensure_future(tier.probe(names()))
-    assert await asking == YES
-    await wait_until(lambda: tier.used_bytes == 1)
-    tier.process.kill()
-    await tier.process.ended()

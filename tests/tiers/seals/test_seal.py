@@ -140,16 +140,6 @@ def forged(data: bytes) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("how", forged(b""))
-async def test_what_was_written_without_the_key_is_never_served(how, tmp_path):
-    tier = tier_at(TierConfig.at(f"file://{tmp_path}/tier"), seal=SEAL)
-    await spill_one(tier, NAME, filled((4096,)))
-    path_in(tmp_path / "tier", NAME).write_bytes(forged(random.Random(1).randbytes(4096))[how])
-    assert await fetch_one(tier, NAME, slot_of((4096,))) in (Result.CORRUPT, Result.FOREIGN)
-    assert await tier.probe([NAME]) == [False]
-    await tier.close()
-
-
 async def test_a_server_cannot_make_anything_up_either(tmp_path):
     """Of objects that are large enough to be judged on another thread."""
     with Server(tmp_path) as server, server.client() as client:

@@ -130,16 +130,6 @@ async def test_a_user_who_may_only_read_reads(server, make):
     assert await fetch_one(tier, name_of(1), slot) is Result.DONE, "so it only reads"
 
 
-async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(server, make):
-    set_user(server, READER)
-    with server.client() as client:
-        client.set(key_of(name_of(1)), b"x")
-    tier = make(f"redis://reader:any@{server.host_port}")
-    assert await tier.probe([name_of(1)]) == [True]
-    assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.CORRUPT
-    assert await tier.probe([name_of(1)]) == [False]
-
-
 async def test_nobody_is_there(make, tmp_path):
     held, port = hold_port()
     with held:

@@ -233,11 +233,6 @@ async def test_what_is_no_list_ends_the_connection(wire, data):
     assert wire.is_closed
 
 
-async def test_what_was_not_asked_for_ends_the_connection(wire):
-    feed(wire, b":1\r\n")
-    assert wire.is_closed
-
-
 @pytest.mark.parametrize("code", ["ERR", "x" * 5, "A" * 40, "Über", ""])
 async def test_only_the_code_of_an_error_is_taken_for_one(wire, code):
     reply = wire.request_lines([b""], 1)
