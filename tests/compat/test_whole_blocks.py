@@ -159,15 +159,11 @@ OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def test_beside_a_connector_that_asks_for_nothing_the_wish_holds():
-    layer = (backend("FLASH_ATTN"), keys())
-    assert resolved({}, layer, transfer_config=multi(OURS, EXAMPLE)) == "BLNHC"
-
-
-def test_what_another_connector_asks_for_goes_first(warned):
+@pytest.mark.parametrize(("other", "layout"), [(EXAMPLE, "BLNHC"), (OFFLOADING, "LBHNC")])
+def test_what_another_connector_asks_for_goes_first(warned, other, layout):
     """MultiConnector ends the engine where two connectors name different layouts."""
     layer = (backend("FLASH_ATTN"), keys())
-    assert resolved({}, layer, transfer_config=multi(OURS, OFFLOADING)) == "LBHNC"
+    assert resolved({}, layer, transfer_config=multi(OURS, other)) == layout
     assert warned() == []
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 
-SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 GIB = 1 << 30
 
 
@@ -21,7 +20,6 @@ class Public:
 
     Attributes:
         place: repository or site, file, and when it was read.
-        connector: what it names.
         extra: its `kv_connector_extra_config`.
         comes_to: settings of ours; `paths` are those of the tiers.
         warned: keys of which a warning says that they have no effect.
@@ -30,7 +28,6 @@ class Public:
     """
 
     place: str
-    connector: str
     extra: dict[str, Any]
     comes_to: dict[str, Any]
     warned: tuple[str, ...] = ()
@@ -81,7 +78,6 @@ PUBLIC = (
     # ---- SimpleCPUOffloadConnector ---------------------------------------------------------------
     Public(
         f"{_X_ONE}/dsv4_fp4_b200_vllm_mtp.sh, 2026-08",
-        SIMPLE,
         {
             "cpu_bytes_to_use_per_rank": 356 * 10**9,
             "enable_cross_layers_blocks": "true",
@@ -91,7 +87,6 @@ PUBLIC = (
     ),
     Public(
         f"{_X_ONE}/dsv4_fp4_b300_vllm_mtp.sh, 2026-08",
-        SIMPLE,
         {
             "cpu_bytes_to_use": 356 * 10**9,
             "enable_cross_layers_blocks": "true",
@@ -102,7 +97,6 @@ PUBLIC = (
     Public(
         f"{_X_MANY}/kimi-k3/agentic/agg-gb200-dep16-throughput-vllm-simple-offload-agentic.yaml, "
         "minimax-m3/gb200-fp4/agentic/agg-dep4- and agg-tp4-vllm-simple-agentic.yaml, 2026-08",
-        SIMPLE,
         {
             "cpu_bytes_to_use": 512 * GIB,
             "cpu_bytes_to_use_per_rank": 128 * GIB,
@@ -111,20 +105,12 @@ PUBLIC = (
         {"cpu_bytes_per_rank": 128 * GIB},
     ),
     Public(
-        f"{_RECIPES}, and models/moonshotai/Kimi-K2.6.yaml",
-        SIMPLE,
-        {"cpu_bytes_to_use_per_rank": 220 * GIB, "lazy_offload": False},
-        {"cpu_bytes_per_rank": 220 * GIB},
-    ),
-    Public(
         "vllm-project/vllm, pull request 52656",
-        SIMPLE,
         {"cpu_bytes_to_use": "8e9", "lazy_offload": "false"},
         {"cpu_bytes_to_use": 8 * 10**9, "lazy_offload": False},
     ),
     Public(
         "vllm-project/vllm, simple_cpu_offload_connector.py: keys of a disk that it ignores",
-        SIMPLE,
         {"kv_offload_backend": "cpu", "disk_path": None, "disk_capacity_bytes": 100 * GIB},
         {"paths": [], "kv_offload_backend": "cpu"},
         ("disk_capacity_bytes", "disk_path"),
@@ -132,7 +118,6 @@ PUBLIC = (
     # ---- OffloadingConnector ---------------------------------------------------------------------
     Public(
         f"{_X_ONE}/dsv4_fp4_mi355x_vllm_mtp.sh, 2026-08: --kv_offloading_backend native",
-        OFFLOADING,
         {},
         {"cpu_bytes_to_use": 2500 * GIB},
         outer=(),
@@ -140,21 +125,12 @@ PUBLIC = (
     ),
     Public(
         f"{_DOCS}, and features/disagg_prefill",
-        OFFLOADING,
         {"block_size": 64, "cpu_bytes_to_use": 1000000000},
         {"cpu_bytes_to_use": 1000000000},
         ("block_size",),
     ),
     Public(
-        "docs.vllm.ai, features/disagg_prefill, before 0.14",
-        OFFLOADING,
-        {"block_size": 64, "num_cpu_blocks": 1000},
-        {"num_slots": 1000},
-        ("block_size",),
-    ),
-    Public(
         f"{_DOCS}: TieringOffloadingSpec",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 10 * GIB,
@@ -167,7 +143,6 @@ PUBLIC = (
     ),
     Public(
         "a launcher for one SSD: a bound inside the tier",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 10 * GIB,
@@ -194,7 +169,6 @@ PUBLIC = (
     ),
     Public(
         "local-inference-lab/vllm#254: gc_max_size_gb",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 10 * GIB,
@@ -205,7 +179,6 @@ PUBLIC = (
     ),
     Public(
         f"{_DOCS}: the tier obj",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 10 * GIB,
@@ -216,20 +189,12 @@ PUBLIC = (
     ),
     Public(
         f"{_RECIPES}: CPU DRAM only",
-        OFFLOADING,
         {"cpu_bytes_to_use": 512 * GIB, "blocks_per_chunk": 4},
         {"cpu_bytes_to_use": 512 * GIB},
         ("blocks_per_chunk",),
     ),
     Public(
-        f"{_LLM_D}/gpu/vllm/native/cpu and /amd/vllm/native/cpu, base/patch-vllm.yaml",
-        OFFLOADING,
-        {"cpu_bytes_to_use": 100 * GIB},
-        {"cpu_bytes_to_use": 100 * GIB},
-    ),
-    Public(
         f"{_LLM_D}/gpu/vllm/native/cpu_plus_fs/base/patch-vllm.yaml",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 200 * GIB,
@@ -241,7 +206,6 @@ PUBLIC = (
     ),
     Public(
         "llm-d/llm-d, guides on pulls between pods: the child of MultiConnector",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 88 * GIB,
@@ -253,21 +217,18 @@ PUBLIC = (
     ),
     Public(
         f"{_LLMD_FS}/README.md, and docs/deployment/vllm-storage.yaml",
-        OFFLOADING,
         {**_LLMD_SPEC, "shared_storage_path": "/mnt/files-storage/kv-cache/"},
         {"paths": ["/mnt/files-storage/kv-cache"]},
         _LLMD_WARNED,
     ),
     Public(
         f"{_LLMD_FS}/docs/object_store.md",
-        OFFLOADING,
         {**_LLMD_SPEC, "shared_storage_path": "/mnt/nvme/kv-cache/", **_OBJECT_STORE},
         {"paths": []},
         (*_LLMD_WARNED, *_OBJECT_STORE),
     ),
     Public(
         f"{_KSERVE}, 2026-08",
-        OFFLOADING,
         {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 5 * GIB,
@@ -279,7 +240,6 @@ PUBLIC = (
     ),
     Public(
         "docs.vllm.ai/projects/ascend, user_guide/feature_guide/kv_cache_cpu_offload",
-        OFFLOADING,
         {
             "num_cpu_blocks": 1000,
             "block_size": 128,
@@ -291,7 +251,6 @@ PUBLIC = (
     ),
     Public(
         "gpustack/gpustack, gpustack/worker/backends/vllm.py (its extended KV cache), 2026-08",
-        "LMCacheConnectorV1",
         {},
         {"cpu_bytes_to_use": 8 * GIB, "paths": []},
     ),

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,18 +26,8 @@ A, B, C, D = (hash_of(9, number) for number in range(4))
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start engines on one pool."""
-    engines = []
-
-    def start(**options):
-        engines.append(Engine(SLOTS, **options))
-        return engines[-1]
-
-    with pools_in(tmp_path):
-        yield start
-    for engine in engines:
-        engine.close()
+def start(start_engine):
+    return partial(start_engine, SLOTS)
 
 
 def many(count, prompt=1):

@@ -18,13 +18,6 @@ ROW_BYTES = 8 * (4 + TOKENS_MAX)
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
-    yield node
-    node.close()
-
-
-@pytest.fixture
 def rig(node: Node) -> Iterator[Rig]:
     # A damaged table has other lots of this engine than it knows, until it looks.
     extra = {"share": "node", "check_invariants": False}

@@ -1,19 +1,8 @@
 """Spills in a shared pool, of slots that another engine overwrites meanwhile."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from safe_offload.observe.counters import Count
 from tests.scheduler.tiers.tier_rig import StandInTier, TierRig
 from tests.simulator.node import Node
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
-    yield node
-    node.close()
 
 
 def test_what_another_has_overwritten_is_not_spilled_under_its_old_name(node: Node) -> None:

@@ -5,6 +5,7 @@ import itertools
 import signal
 import tempfile
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +31,8 @@ SCENE_S = 20.0
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start engines on one pool."""
-    engines = []
-
-    def start(**options):
-        engines.append(Engine(SLOTS, num_groups=2, **options))
-        return engines[-1]
-
-    with pools_in(tmp_path):
-        yield start
-    for engine in engines:
-        engine.close()
+def start(start_engine):
+    return partial(start_engine, SLOTS, num_groups=2)
 
 
 def places():

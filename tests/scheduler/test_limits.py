@@ -31,11 +31,13 @@ def ask(rig: Rig, request_id: str, prompt: list[int], params: Any) -> int:
 @pytest.mark.parametrize(
     ("limit", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (39, 36), (40, 40), (99, 40)]
 )
-def test_no_more_is_loaded_than_the_client_allows(make_rig, limit, expected):
+@pytest.mark.parametrize("limits", ["loads", "stores"])
+def test_no_more_is_loaded_or_stored_than_the_client_allows(make_rig, limits, limit, expected):
     rig = make_rig(num_blocks=60)
-    rig.run_alone("a", rig.prompt(41, 1))
+    ask(rig, "a", rig.prompt(41, 1), {"max_offload_tokens": limit} if limits == "stores" else {})
     rig.forget_gpu_cache()
-    assert ask(rig, "a2", rig.prompt(41, 1), {"max_load_tokens": limit}) == expected
+    params = {"max_load_tokens": limit} if limits == "loads" else {}
+    assert ask(rig, "a2", rig.prompt(41, 1), params) == expected
     rig.check_idle()
 
 
@@ -61,18 +63,6 @@ def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig):
 
 
 # ---- max_offload_tokens ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (39, 36), (40, 40), (99, 40)]
-)
-def test_no_more_is_stored_than_the_client_allows(make_rig, limit, expected):
-    rig = make_rig(num_blocks=60)
-    prompt = rig.prompt(41, 1)
-    ask(rig, "a", prompt, {"max_offload_tokens": limit})
-    rig.forget_gpu_cache()
-    assert rig.run_alone("a2", prompt) == expected
-    rig.check_idle()
 
 
 @pytest.mark.parametrize("groups", [HYBRID, MAMBA, ("chunk:16", "full")])

@@ -136,7 +136,7 @@ def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups):
     assert (hits.geometry.hash_block_size if hits.geometry.is_plain else None) == plain
 
 
-def test_a_hit_behind_what_the_gpu_has_starts_there():
+def test_a_hit_is_behind_what_the_gpu_has_and_ends_before_the_last_token_of_a_prompt():
     hits, hashes = hits_of("full"), hashes_of()
     slots = fill(hits, 0, hashes[2:6])
     assert hits.find_hit(hashes, 0, 99) is None
@@ -144,11 +144,6 @@ def test_a_hit_behind_what_the_gpu_has_starts_there():
     assert found(hits.find_hit(hashes, 16, 22)) == ([slots[2:3]], 4, 16)
     assert hits.find_hit(hashes, 16, 18) is None, "not a whole block"
     assert hits.find_hit(hashes, 9, 99) is None, "inside of a block"
-
-
-def test_a_hit_takes_the_last_block_of_a_prompt_but_for_its_last_token():
-    hits, hashes = hits_of("full"), hashes_of()
-    slots = fill(hits, 0, hashes[2:6])
     assert found(hits.find_hit(hashes, 8, 23)) == ([slots], 15, 8)
     assert found(hits.find_hit(hashes[:5], 8, 19)) == ([slots[:3]], 11, 8)
     assert hits.find_hit(hashes, 16, 19) is None, "that block alone is computed"

@@ -191,40 +191,18 @@ def test_prompts_that_part_again_behind_a_hit_share_both_parts(make_rig, count):
     assert serve_alone(rig, 2) == PREFIX_TOKENS
 
 
-def test_who_waits_takes_no_longer_than_who_loads(make_rig):
-    alone = make_shared(make_rig)
-    names = send(alone, 1)
-    num_steps_alone = alone.drain()
-    together = make_shared(make_rig)
-    names = send(together, 1 + NUM_OTHERS)
-    assert together.drain() <= num_steps_alone + 1
-    for name in names:
-        together.check_tokens(name, 4)
-
-
-def test_what_is_a_requests_own_it_loads_itself_afterwards(make_rig):
+@pytest.mark.parametrize("first", ["shorter", "longer"])
+def test_a_longer_load_is_waited_for_and_what_is_left_of_one_is_loaded_afterwards(make_rig, first):
     rig = make_shared(make_rig)
     longer = [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3 * BLOCK_TOKENS + 1, 5)]
     rig.run_alone("warm-longer", longer, max_tokens=1)
     rig.forget_gpu_cache()
     rig.counts.clear()
-    send(rig, 1)
-    rig.add("longer", longer)
-    finish(rig, ["r1", "longer"])
+    for name in ("longer", "shorter") if first == "longer" else ("shorter", "longer"):
+        rig.add(name, longer if name == "longer" else prompt(rig, 1))
+    finish(rig, ["shorter", "longer"])
     assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED + 3
     assert rig.counts["shared_waits"] == 1
-
-
-def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig):
-    rig = make_shared(make_rig)
-    longer = [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3 * BLOCK_TOKENS + 1, 5)]
-    rig.run_alone("warm-longer", longer, max_tokens=1)
-    rig.forget_gpu_cache()
-    rig.counts.clear()
-    rig.add("longer", longer)
-    send(rig, 1)
-    finish(rig, ["r1", "longer"])
-    assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED + 3
 
 
 @pytest.mark.parametrize(
@@ -379,18 +357,6 @@ def test_requests_behind_those_that_wait_go_on(make_rig):
     finish(rig, ["r1", "r2", "r3"])
 
 
-def test_an_engine_whose_only_request_waits_keeps_stepping(make_rig):
-    """The one that loads has been aborted, the load is still under way."""
-    rig = make_shared(make_rig)
-    rig.hold_copies(True)
-    send(rig, 2)
-    rig.planned_step()
-    rig.abort("r1")
-    assert rig.has_work
-    rig.hold_copies(False)
-    finish(rig, ["r2"])
-
-
 def test_who_waits_holds_no_block_and_no_slot(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
@@ -424,6 +390,7 @@ def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig):
     names = send(rig, 1 + NUM_OTHERS)
     rig.planned_step()
     rig.abort("r1")
+    assert rig.has_work, "an engine all of whose requests wait keeps stepping"
     plan = rig.planned_step()
     assert [len(load.block_ids) for load in plan.loads] == [NUM_BLOCKS_SHARED]
     rig.hold_copies(False)
@@ -441,30 +408,21 @@ def test_a_wait_ends_with_its_request(make_rig):
     finish(rig, [names[0], names[2]])
 
 
-def test_a_reset_of_the_host_wakes_all(make_rig):
+@pytest.mark.parametrize("gives_up", [False, True], ids=["reset of the host", "gives up"])
+def test_after_a_reset_or_when_the_connector_gives_up_nobody_waits(make_rig, gives_up):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     names = send(rig, 3)
     rig.planned_step()
-    rig.connector.reset_cache()
-    rig.planned_step()
-    assert status(rig, "r2") == status(rig, "r3") == "RUNNING"
-    rig.hold_copies(False)
-    finish(rig, names)
-
-
-def test_when_the_connector_gives_up_nobody_waits_on(make_rig):
-    rig = make_shared(make_rig)
-    rig.hold_copies(True)
-    names = send(rig, 3)
-    rig.planned_step()
-    rig.planner.disable()
+    (rig.planner.disable if gives_up else rig.connector.reset_cache)()
     rig.planned_step()
     assert status(rig, "r2") == status(rig, "r3") == "RUNNING"
     rig.hold_copies(False)
     rig.drain()
     for name in names:
         rig.check_tokens(name, 4)
+    if not gives_up:
+        rig.check_idle()
 
 
 # ---- loads that hold too many blocks -----------------------------------------------------------
@@ -608,7 +566,7 @@ def test_a_load_that_is_not_waited_for_any_more_is_not_waited_for_again(make_rig
 # ---- who does not wait -------------------------------------------------------------------------
 
 
-def test_a_request_that_may_load_nothing_waits_for_nothing(make_rig):
+def test_a_request_that_may_load_nothing_or_has_another_salt_waits_for_nothing(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     send(rig, 1)
@@ -616,22 +574,11 @@ def test_a_request_that_may_load_nothing_waits_for_nothing(make_rig):
     rig.kv_transfer_params = {"max_load_tokens": 0}
     send(rig, 1, first=2)
     rig.kv_transfer_params = None
+    rig.add("salted", prompt(rig, 3), cache_salt="s")
     rig.planned_step()
-    assert status(rig, "r2") == "RUNNING"
+    assert status(rig, "r2") == status(rig, "salted") == "RUNNING"
     rig.hold_copies(False)
-    finish(rig, ["r1", "r2"])
-
-
-def test_another_salt_is_another_prefix(make_rig):
-    rig = make_shared(make_rig)
-    rig.hold_copies(True)
-    send(rig, 1)
-    rig.planned_step()
-    rig.add("salted", prompt(rig, 2), cache_salt="s")
-    rig.planned_step()
-    assert status(rig, "salted") == "RUNNING"
-    rig.hold_copies(False)
-    finish(rig, ["r1", "salted"])
+    finish(rig, ["r1", "r2", "salted"])
 
 
 def test_preempted_requests_that_come_back_share_a_load_too(make_rig):

@@ -16,11 +16,9 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.protocol import StepReport
 from safe_offload.scheduler.features.private_blocks import PrivateBlocks
 from safe_offload.scheduler.requests import RequestState
-from tests.scheduler.tiers.test_tiers import BLOCK_TOKENS, WIDE, make_tiers
-from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
+from tests.scheduler.tiers.tier_rig import WAIT_S, WIDE, TierRig
+from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.words import Sequel
-
-__all__ = ["make_tiers"]
 
 NUM_TOKENS = 41
 NUM_HIT_TOKENS = 40

@@ -28,21 +28,6 @@ REFUSED = 'dropped_spill_blocks{reason="refused"}'
 EVICTED = 'dropped_spill_blocks{reason="evicted"}'
 
 
-@pytest.fixture
-def make_tiers():
-    rigs: list[TierRig] = []
-
-    def make(**options: Any) -> TierRig:
-        usual = {"num_blocks": 60, "num_slots": 200, "max_seqs": 16, "max_batched_tokens": 512}
-        rigs.append(TierRig(**{**usual, **options}))
-        rigs[-1].start()
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
 def tries(rig: TierRig) -> Counter[bytes]:
     """How often each block was written."""
     return Counter(h for spill in rig.spills for h in spill.keys.hashes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from tests.scheduler.tiers.test_tiers import (
     HYBRIDS,
     NUM_BLOCKS,
     PREFIX_TOKENS,
-    WIDE,
     make_warm,
     prompt,
 )
@@ -26,17 +26,8 @@ pytest.importorskip(
 
 
 @pytest.fixture
-def make_tiers():
-    rigs: list[TierRig] = []
-
-    def make(**options: Any) -> TierRig:
-        rigs.append(TierRig(**{"num_blocks": 150, **WIDE, **options}))
-        rigs[-1].start()
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
+def make_tiers(make_tiers):
+    return partial(make_tiers, num_blocks=150)
 
 
 class Sources(Counter[str]):

@@ -31,22 +31,6 @@ MakeTierRig = Callable[..., TierRig]
 VERSIONED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
 NUM_BLOCKS = 10
 PREFIX_TOKENS = NUM_BLOCKS * BLOCK_TOKENS
-WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 200}
-
-
-@pytest.fixture
-def make_tiers():
-    """Make started engines with a tier; with the `tier` of another one, they have what that has."""
-    rigs: list[TierRig] = []
-
-    def make(**options: Any) -> TierRig:
-        rigs.append(TierRig(**{"num_blocks": 60, **WIDE, **options}))
-        rigs[-1].start()
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ Place = tuple[int, str, int, bytes]
 """Rank, generation, KV cache group and hash of an object."""
 WAIT_S = 60.0
 """An idle step of the simulator takes a second."""
+WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 200}
 
 
 @dataclass

@@ -210,25 +210,20 @@ def maps_of(tmp_path: Path, *files: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "mapped",
+    ("other", "mapped"),
     [
-        "/opt/rocm/lib/libamdhip64.so.7.1.70101",
-        "/venv/torch/lib/libamdhip64-2c8f4e1d.so",
-        "/venv/torch/lib/libamdhip64.so",
+        ("/opt/rocm/lib/libamdhip64_extras.so", "/opt/rocm/lib/libamdhip64.so.7.1.70101"),
+        ("/opt/rocm/lib/libamdhip64_extras.so", "/venv/torch/lib/libamdhip64-2c8f4e1d.so"),
+        ("/opt/rocm/lib/libamdhip64_extras.so", "/venv/torch/lib/libamdhip64.so"),
+        ("/usr/lib/libcudart.so.12", "/usr/lib/libcuda.so.550.54.14"),
     ],
 )
-def test_the_runtime_that_torch_has_mapped_is_taken_whatever_its_name(
-    tmp_path, monkeypatch, mapped
+def test_the_library_that_torch_has_mapped_is_taken_whatever_its_name(
+    tmp_path, monkeypatch, other, mapped
 ):
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: name)
-    maps = maps_of(tmp_path, "/opt/rocm/lib/libamdhip64_extras.so", mapped)
-    assert driver.load_library(is_hip=True, maps_path=maps) == mapped
-
-
-def test_the_cuda_runtime_is_not_taken_for_the_driver(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: name)
-    maps = maps_of(tmp_path, "/usr/lib/libcudart.so.12", "/usr/lib/libcuda.so.550.54.14")
-    assert driver.load_library(is_hip=False, maps_path=maps) == "/usr/lib/libcuda.so.550.54.14"
+    maps = maps_of(tmp_path, other, mapped)
+    assert driver.load_library(is_hip="hip" in mapped, maps_path=maps) == mapped
 
 
 def cannot_open(name: str) -> None:
