@@ -16,9 +16,7 @@ class ProtocolError(SafeOffloadError):
 class TransferError(SafeOffloadError):
     """A failed copy between device and host; its tokens are recomputed (I6, I7).
 
-    Args:
-        reason: a member of `FailureReason` (protocol.py), or its name.
-        detail: what was expected and what was found.
+    The reason is a member of `FailureReason` (protocol.py), or its name.
     """
 
     def __init__(self, reason: object, detail: str) -> None:

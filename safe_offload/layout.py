@@ -103,8 +103,7 @@ class HostLayout:
 def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: int) -> Geometry:
     """Merge adjacent and repeated segments of a storage of `storage_bytes`, in any order.
 
-    Raises:
-        ConfigError: a segment lies outside the storage, or two blocks share bytes.
+    Raises ConfigError if a segment lies outside the storage, or if two blocks share bytes.
     """
     joined: list[Segment] = []
     for segment in sorted(set(segments)):

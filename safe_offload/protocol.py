@@ -168,33 +168,27 @@ IDLE_PLAN = StepPlan(is_idle=True)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one transfer on one rank; `failure` is None if its bytes are in place.
-
-    Attributes:
-        missing: indices of keys of a fetch or a spill whose bytes are not in place all the same:
-            the tier did not have them, or no tier took them, or some tier may take them later.
-        again: of a spill, for each of these the tiers to write it to again, as bits; 0 if it was
-            refused for good. Empty: all of them to all tiers.
-    """
+    """The result of one transfer on one rank; `failure` is None if its bytes are in place."""
 
     rank: int
     transfer_id: int
     failure: FailureReason | None = None
+    # Indices of keys of a fetch or a spill whose bytes are not in place all the same: the tier did
+    # not have them, or no tier took them, or some tier may take them later.
     missing: tuple[int, ...] = ()
+    # Of a spill, for each of these the tiers to write it to again, as bits; 0 if it was refused for
+    # good. Empty: all of them to all tiers.
     again: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The answer of one rank to a probe.
-
-    Attributes:
-        tiers: for each key of the probe the nearest tier that has it, counted from 1; 0 if none
-            has, or none could say.
-    """
+    """The answer of one rank to a probe."""
 
     rank: int
     probe_id: int
+    # For each key of the probe the nearest tier that has it, counted from 1; 0 if none has, or none
+    # could say.
     tiers: bytes
 
 

@@ -44,11 +44,7 @@ def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
 def spoilt_block_ids(
     outputs: Iterable[SchedulerOutput], bad_block_ids: Collection[int]
 ) -> set[int]:
-    """Return, of the requests that begin in these steps with bad blocks, those and all behind.
-
-    Args:
-        outputs: the steps in flight, in one of which another connector failed to load the blocks.
-    """
+    """Return the bad blocks, and those behind them, of requests in these steps in flight."""
     spoilt: set[int] = set()
     request_ids: set[str] = set()
     for output in outputs:

@@ -51,11 +51,8 @@ def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> 
     """Raise a ConfigError where a hit would need routed experts that vLLM has dropped.
 
     vLLM keeps routed experts for a limited number of blocks, by default as many as the GPU has. Up
-    to 0.32, a hit beyond them ends the engine with a BlockObjectStoreError; 0.33 has
-    `cap_external_hit`.
-
-    Args:
-        has_others_blocks: another engine may have computed the blocks of a hit.
+    to 0.32, a hit beyond them, or of another engine's blocks, ends the engine with a
+    BlockObjectStoreError; 0.33 has `cap_external_hit`.
     """
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 

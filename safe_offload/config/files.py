@@ -6,12 +6,9 @@ import stat
 
 
 def read_file(path: str, max_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of a file, and its mode.
+    """Return the first bytes of a regular file, and its mode; opening a pipe does not block.
 
-    Opening a pipe does not block.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
+    Raises OSError if it cannot be read, or is not a regular file.
     """
     file_fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

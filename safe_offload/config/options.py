@@ -215,11 +215,7 @@ class OffloadConfig:
         return STORES_FACTOR * self.max_inflight_bytes
 
     def num_slots_of(self, slot_bytes: int) -> int:
-        """Return the number of host slots of this size per rank, or of ranks that share a copy.
-
-        Raises:
-            ConfigError: there is no room for one.
-        """
+        """Return the host slots of this size per rank, or copy; ConfigError if none fits."""
         pool_bytes = self.cpu_bytes_per_rank * self.ranks_per_copy
         num_slots = self.num_slots or pool_bytes // slot_bytes
         if num_slots:

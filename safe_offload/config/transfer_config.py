@@ -53,13 +53,10 @@ def complete(written: Mapping[str, object]) -> dict[str, object]:
 
 
 def settle(config: Any) -> None:
-    """Give a KVTransferConfig that names us its role, and refuse invalid settings and roles.
+    """Give a KVTransferConfig that names us its role; raise ConfigError for invalid settings.
 
     Our children under MultiConnector are checked here, because vLLM reads them only after loading
     the model. Each gets the outer failure policy, which applies, and loads ahead of steps.
-
-    Raises:
-        ConfigError: a setting or the role cannot be used.
     """
     if config.kv_connector == CONNECTOR_NAME:
         if config.kv_role is None:

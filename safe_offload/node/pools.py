@@ -250,8 +250,7 @@ def _removal(folder: Path) -> str:
 def find_pools() -> list[Pool]:
     """Return the pools of this user; one that cannot be read has no slots.
 
-    Raises:
-        SharingError: other users can write to their folder.
+    Raises SharingError if other users can write to their folder; so does `remove_pool`.
     """
     try:
         paths = sorted(require_own(user_folder()).iterdir())
@@ -290,11 +289,7 @@ def _look_at(path: Path) -> Pool:
 
 
 def remove_pool(path: Path, *, is_dry: bool = False) -> str:
-    """Remove a pool, or only check whether it could be removed; return why not, if so.
-
-    Raises:
-        SharingError: other users can write to its folder.
-    """
+    """Remove a pool, or only check whether it could be removed; return why not, if so."""
     require_own(path.parent)
     with contextlib.closing(_locks_beside(path)) as locks:
         if not locks.take(_place_of(path)):

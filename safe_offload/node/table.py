@@ -399,11 +399,7 @@ class Table:
         ]
 
     def visit(self, slots: Slots, words: Words) -> Slots:
-        """Mark slots so that they are not overwritten until `leave`; return those that changed.
-
-        Args:
-            words: of the slots, when their contents were read.
-        """
+        """Mark slots against overwriting until `leave`; return those without their old `words`."""
         self.marks[self.engine, slots] = _YES
         fence()
         is_lost = (self.words[slots] != words) | (self.bad[slots] != 0)

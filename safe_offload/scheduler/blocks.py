@@ -90,19 +90,17 @@ class BlockSet:
     """GPU blocks of one KV cache group that a store reads, with their hashes at that time.
 
     Bound: an entry for each block of the GPU, and the groups that it is hashed for.
-
-    Attributes:
-        hashes: of each block, without the group: the key of its bytes.
-        more_keys: by hash, further keys of a block; most have none.
-        kept_in: the block tables of all blocks, if blocks leave these only all at once; None if
-            each block must be checked.
     """
 
     group_idx: int
     blocks: list[KVCacheBlock] = field(default_factory=list)
     hash_objects: list[bytes] = field(default_factory=list)
+    # Of each block, without the group: the key of its bytes.
     hashes: list[bytes] = field(default_factory=list)
+    # By hash, further keys of a block; most have none.
     more_keys: dict[bytes, list[Key]] = field(default_factory=dict)
+    # The block tables of all blocks, if blocks leave these only all at once; None if each block
+    # must be checked.
     kept_in: list[BlockTable] | None = None
 
     def given_away(self) -> bool:

@@ -42,16 +42,14 @@ class Outdated:
     Args:
         has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of any
             request has a hash for as long as there are such requests.
-
-    Attributes:
-        requests: these; their tables are in `RequestState.outdated`. Read only outside.
-        taken_ids: blocks whose hashes the last check removed; with states, some of them.
     """
 
     def __init__(self, gpu: GpuBlocks, *, has_states: bool) -> None:
         self._gpu = gpu
         self._has_states = has_states
+        # These; their tables are in `RequestState.outdated`. Read only outside.
         self.requests = RequestQueue()
+        # Blocks whose hashes the last check removed; with states, some of them.
         self.taken_ids: set[int] = set()
 
     def __repr__(self) -> str:
@@ -84,11 +82,8 @@ class Outdated:
     ) -> list[RequestState]:
         """Remove the hashes that vLLM has given these requests' blocks since the last plan.
 
-        Args:
-            only: of these requests, those that end.
-
-        Returns:
-            The requests, including newly found ones. Those preempted since are no longer outdated.
+        Returns the requests, all or `only` these that end, and newly found ones. Those preempted
+        since are no longer outdated.
         """
         states = list(only or self.requests)
         taken: set[int] = set()

@@ -371,8 +371,7 @@ class RequestBook:
     def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
         """Remove finished ids on which the scheduler would assert (I3), also other connectors' ids.
 
-        Returns:
-            The requests that vLLM recomputes now, because their load failed.
+        Returns the requests that vLLM recomputes now, because their load failed.
         """
         failed = output.failed_recving
         received = self._keep(

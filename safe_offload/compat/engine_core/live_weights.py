@@ -78,14 +78,11 @@ def _state_of(path: str) -> tuple[object, ...]:
 
 
 class ModelLoads:
-    """Counts weight loads into the models of this process; a singleton.
-
-    Attributes:
-        count: of starts and ends of loads, as another thread may step the engine meanwhile.
-    """
+    """Counts weight loads into the models of this process; a singleton."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
+        # Of starts and ends of loads, as another thread may step the engine meanwhile.
         self.count = 0
 
     def watch(self) -> None:

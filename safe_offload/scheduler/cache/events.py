@@ -32,13 +32,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Described(Protocol):
-    """The fields of a `RequestState` that are used here.
-
-    Attributes:
-        num_learned: of its hashes that `Origins` knows; None before it is added and after its end.
-    """
+    """The fields of a `RequestState` that are used here."""
 
     request: Request
+    # Of its hashes that `Origins` knows; None before it is added and after its end.
     num_learned: int | None
 
 
@@ -315,9 +312,8 @@ def make_events(
 ) -> KvEvents | None:
     """Return the source of KV events, or None if vLLM publishes none.
 
-    Args:
-        is_lazy: blocks are also stored after their requests have ended.
-        is_shared: see `KvEvents`.
+    If lazy, blocks are also stored after their requests have ended. For `is_shared`, see
+    `KvEvents`.
     """
     if not kv_events.publishes_kv_events(vllm_config):
         return None

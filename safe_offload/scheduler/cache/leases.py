@@ -44,11 +44,7 @@ class Lease:
         return self._book is not None
 
     def release(self, first: Sequence[int] = ()) -> None:
-        """Release all slots, in prefix order; a second call does nothing.
-
-        Args:
-            first: those of the slots that are evicted before all others.
-        """
+        """Release all slots, in prefix order, those in `first` to be evicted first; idempotent."""
         if self._book is not None:
             book, self._book = self._book, None
             del book._held[self]

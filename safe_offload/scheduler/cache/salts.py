@@ -10,11 +10,9 @@ from itertools import groupby
 class BlockSalts:
     """The salt of the last request for which each GPU block was allocated.
 
-    Bound: an entry for each block of the GPU.
+    Blocks of `boundary_group_ids` are stored for the request of the step that allocates them.
 
-    Args:
-        boundary_group_ids: groups whose blocks are stored in the step that allocates them, for the
-            same request.
+    Bound: an entry for each block of the GPU.
     """
 
     def __init__(self, boundary_group_ids: tuple[int, ...]) -> None:

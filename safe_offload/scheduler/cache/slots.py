@@ -290,10 +290,8 @@ class SlotPool:
     def grant(self, count: int, salt: str | None = None) -> list[int]:
         """Take up to `count` slots, possibly none, each under one lease of the caller's.
 
-        The directory drops their previous contents.
-
-        Args:
-            salt: of the request, which determines the tenant; see `TenantQuotas`.
+        The directory drops their previous contents. The salt determines the tenant; see
+        `TenantQuotas`.
         """
         if self.source is not None:
             return self.source.grant(count)

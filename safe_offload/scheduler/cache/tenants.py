@@ -188,12 +188,7 @@ class TenantQuotas:
             counters[of_tenant("evicted_blocks", labels[tenant])] += count
 
     def recount(self, taken: Iterable[int], pinned: Iterable[int], num_slots: int) -> None:
-        """Recompute the slots of each tenant, and its guarantee of `num_slots`.
-
-        Args:
-            taken: slots of any tenant.
-            pinned: those of them that are pinned.
-        """
+        """Recompute slots, pins and guarantees of each tenant, from `num_slots` in total."""
         self._num_slots = num_slots
         self.policy.held = self._count_by_tenant(taken)
         self._num_pinned = self._count_by_tenant(pinned)

@@ -33,10 +33,6 @@ class PrivateBlocks(Feature):
     Args:
         tells_media_ids: ids of media that look like a hash of content are one (`media_ids`).
         vouches_for_adapters: `model_version` identifies adapters, too.
-
-    Attributes:
-        growing: requests with private hashes (`RequestState.private`) that may have gained others:
-            sessions, and requests that have run. Read only outside.
     """
 
     def __init__(
@@ -54,6 +50,8 @@ class PrivateBlocks(Feature):
         self._tells_media_ids = tells_media_ids
         self._vouches_for_adapters = vouches_for_adapters
         self._hashes = hits.directory.private
+        # Requests with private hashes (`RequestState.private`) that may have gained others:
+        # sessions, and requests that have run. Read only outside.
         self.growing = RequestQueue()
         self._sweep_at = SWEEP_MIN
 

@@ -200,10 +200,6 @@ class HostHits:
     """Finds hits on the host; only `slots` and its directory are mutable.
 
     Bound: an entry for each KV cache group.
-
-    Attributes:
-        boundaries: where vLLM keeps windows and states of requests.
-        ends_anywhere: a hit is as many leading blocks as there are, or one less with EAGLE drafts.
     """
 
     def __init__(
@@ -216,6 +212,7 @@ class HostHits:
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
         self.geometry = GroupGeometry(vllm_config, kv_cache_config, self._coordinator)
         num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        # Where vLLM keeps windows and states of requests.
         self.boundaries = Boundaries(self.geometry, self._coordinator, num_step_tokens)
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
@@ -232,6 +229,7 @@ class HostHits:
                 self._skips.append((group_idx, skips[group_idx] if reads_end else None))
         self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
         self.full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
+        # A hit is as many leading blocks as there are, or one less with EAGLE drafts.
         self.ends_anywhere = cache_hits.ends_anywhere(self._coordinator, hash_block_size)
 
     def find_hit(
@@ -300,11 +298,9 @@ class HostHits:
         return self.directory.find(self.full_group, first_hash) is not None
 
     def at_ends(self, request: Request, ends: Iterable[int], slots: Sequence[int]) -> Ends:
-        """Sort a request's windows and states by whether a hit is known to need them.
+        """Sort a request's windows and states among `slots` by whether a hit needs them.
 
-        Args:
-            ends: tokens at which hits of this request end, besides the ends of prompt and output.
-            slots: that the request holds.
+        Hits end at the ends of prompt and output, and at `ends`, as tokens.
         """
         is_found = map(self._reads_ends.__getitem__, map(self.directory.group_of, slots))
         found = list(dict.fromkeys(compress(slots, is_found)))
@@ -381,11 +377,8 @@ class HostHits:
     ) -> tuple[Hit, list[int]] | None:
         """Extend a leased hit at its head, because the GPU has lost blocks before it.
 
-        This happens to a preempted request while it waits at the head of the queue.
-
-        Returns:
-            The result of `find_hit`, and its new slots, which are its first; None if that requires
-                a search.
+        This happens to a preempted request at the head of the queue. Returns the result of
+        `find_hit` and its new slots, which are its first; None if that requires a search.
         """
         num_more = hit.num_computed_tokens - num_computed_tokens
         if num_more <= 0 or num_computed_tokens % self._alignment_tokens:

@@ -227,9 +227,8 @@ class EagerStores(StorePolicy):
     ]:
         """Move the requests' cursors to the end of the hashed blocks.
 
-        Returns:
-            The blocks to store by group, request by request in prefix order, with the number of
-                blocks of each owner; and by request the slots of blocks that the host has already.
+        Returns the blocks to store by group, request by request in prefix order, with the number of
+        blocks of each owner; and by request the slots of blocks that the host has already.
         """
         found = []
         present: dict[RequestState, list[int]] = {}

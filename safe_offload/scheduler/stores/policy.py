@@ -29,10 +29,6 @@ class StorePolicy:
     Args:
         hits: to skip blocks that the host has or is storing.
         num_decode_tokens_max, is_lazy: see `StoreSchedule`.
-
-    Attributes:
-        extras: blocks that vLLM hashes for the connector; None if boundaries are never moved.
-        schedule: when requests are checked.
     """
 
     def __init__(
@@ -49,7 +45,9 @@ class StorePolicy:
         self._gpu = gpu
         self._stores = stores
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
+        # Blocks that vLLM hashes for the connector; None if boundaries are never moved.
         self.extras = Extras(hits, gpu) if hits.boundaries.every else None
+        # When requests are checked.
         self.schedule = StoreSchedule(
             sizes, num_decode_tokens_max, kept, is_lazy=is_lazy, extras=self.extras
         )
@@ -99,9 +97,7 @@ class StorePolicy:
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """Store the computed blocks of requests preempted in this step.
 
-        Args:
-            given_out: ids of the blocks allocated in this step, which can still be stored before
-                they are written.
+        Of reallocated blocks, only those in `given_out` can be stored before they are written.
         """
 
     def find(

@@ -60,12 +60,9 @@ class Fetches:
         return self._hits.slots.num_in_reach(user.request.cache_salt) >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
-        """Fetch blocks for a request in pieces; return these.
+        """Fetch stages of at most `num_slots_left` blocks in pieces; return these.
 
         Only the first blocks are fetched if a shared pool grants fewer slots.
-
-        Args:
-            stages: of at most `num_slots_left` blocks, each in the order of their tokens.
         """
         num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
