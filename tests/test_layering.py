@@ -156,7 +156,6 @@ READS_PRIVATE = {
     "scheduler/loads/test_shared_loads.py": ("_loads", "_marks", "_shared_loads"),  # are left empty
     "scheduler/test_growth.py": ("_counts", "_first", "_stretches"),  # of pins, which are a tree
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
-    "scheduler/stores/test_spare.py": ("_hits",),  # gives the kinds of a host fixed shares
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner
     "tiers/mooncake/test_trouble.py": ("_process",),  # that a client has started

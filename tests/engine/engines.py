@@ -22,7 +22,6 @@ from typing import Any, cast
 from examples.tiny_models import ModelKind, count_prompt_blocks
 from tests.engine.children import engine
 from tests.fresh_process import ENVIRONMENT, start_engine
-from tests.network import enter
 
 CHILD_TIMEOUT_S = 1000
 """Of what would never end: a busy machine is no failure."""
@@ -70,7 +69,7 @@ class Job:
     in_process: bool = True  # the scheduler runs in the child itself, so that it can be looked at
     # Keep vLLM from switching prefix caching off for MLA on a CPU.
     force_prefix_caching: bool = False
-    # What only some jobs need. `network` is that of any: the network namespace of its processes.
+    # What only some jobs need.
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -298,8 +297,6 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
 
 
 def _run_child(child: str, job: dict[str, Any], report_path: Path) -> None:
-    if network := job["options"].get("network"):
-        enter(network)
     engine.prepare(job)
     scenario = importlib.import_module(f"tests.engine.children.{child}").scenario
     report_path.write_text(json.dumps(scenario(job)))

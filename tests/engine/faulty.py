@@ -1,12 +1,10 @@
 """Makes the copies of a server fail and stall: `COPY_FAULTS` in its environment.
 
 COPY_FAULTS='{"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}': of the copies of a worker,
-two in a hundred raise and one in a hundred takes a second longer. With "corrupt": true every copy
-delivers a wrong byte; with "swap": true every load swaps its first and its last slot; with "wrong":
-true it reads its first slot in place of its last.
+two in a hundred raise and one in a hundred takes a second longer. With "swap": true every load
+swaps its first and its last slot; with "wrong": true it reads its first slot in place of its last.
 """
 
-import ctypes
 import dataclasses
 import random
 import threading
@@ -38,8 +36,5 @@ def break_copies(faults: Mapping[str, Any]) -> None:
             slot_ids[-1] = slot_ids[0]
             copy = dataclasses.replace(copy, slot_ids=slot_ids)
         run(self, copy)
-        if faults.get("corrupt"):
-            target = self._table.ranges(self._table.runs(copy)).targets[0]
-            ctypes.c_uint8.from_address(int(target)).value ^= 1
 
     CpuBackend._run = run_or_not  # type: ignore[method-assign]

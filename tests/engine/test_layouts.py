@@ -8,8 +8,6 @@ import pytest
 from examples.tiny_models import ModelKind
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
-    MLA,
-    NUM_MLA_HIT_TOKENS,
     NUM_PROMPT_TOKENS,
     Job,
     connector,
@@ -19,8 +17,6 @@ from tests.engine.engines import (
 )
 
 BOTH = ("LBHNC", "BLHNC")
-NUM_RANGES = {"llama": 2, "gemma3": 2, "deepseek": 2}
-"""Layers of the widest KV cache group."""
 
 
 def job(model: GetModel, kind: ModelKind, *layouts: str, **more: Any) -> Job:
@@ -43,29 +39,3 @@ def test_blocks_in_one_piece_come_back_with_the_same_tokens(kind, model, plain, 
     ours.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
     assert ours.tokens == plain(kind).tokens
     ours.check_well()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["llama", "deepseek", "gemma3"])
-def test_where_they_cannot_be_had_nothing_is_said_and_nothing_changes(kind, model, tmp_path):
-    """The kernels of CPU_MLA fail at the first request with a layout that it says it reads."""
-    settings = MLA if kind == "deepseek" else {}
-    jobs = [
-        make_job(model(kind), connector(enable_cross_layers_blocks=is_wanted), **settings)
-        for is_wanted in (True, False)
-    ]
-    wanted, usual = run(tmp_path, *jobs)
-    assert wanted.tokens == usual.tokens
-    hits = [answer.num_host for answer in wanted.answers]
-    num_hit = NUM_MLA_HIT_TOKENS if settings else num_hit_tokens(NUM_PROMPT_TOKENS)
-    assert hits == [0] * 3 + [num_hit] * 3
-    assert warnings_of(wanted.log) == warnings_of(usual.log)
-    for report in (wanted, usual):
-        assert f"bytes in {NUM_RANGES[kind]} ranges, " in report.log
-        report.check_well()
-
-
-def warnings_of(log: str) -> set[str]:
-    """What vLLM and the connector have warned of, without the time and the place."""
-    lines = [line for line in log.splitlines() if "WARNING" in line]
-    return {line.partition("] ")[2] for line in lines}

@@ -277,16 +277,6 @@ def test_sleep_and_wake_up_leave_an_engine_that_serves(server):
     check_well(server)
 
 
-def test_a_pause_under_load_ends_and_the_engine_serves_on(server):
-    tokens = ask(server, "D", 60)
-    with ThreadPoolExecutor(1) as executor:
-        asked = executor.submit(ask, server, "D", 60)
-        server.post("/pause?mode=wait")
-        server.post("/resume")
-        assert asked.result() == tokens
-    check_well(server)
-
-
 def test_after_sigkill_nothing_is_left_and_the_server_starts_again_at_once(server):
     """No shared memory, no file, no process, and the same port (L4)."""
     tokens = ask(server, "E")

@@ -2,7 +2,6 @@
 
 import itertools
 import secrets
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from tests.bucket_server import BucketServer
 from tests.engine.engines import Job, Report, connector, make_job, num_hit_tokens, run, tier_at
 from tests.mooncake_server import Master, Segment, find_master
-from tests.network import Machines
 from tests.programs import find_program
 from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import Certificates, Server, redis_binary
@@ -125,18 +123,3 @@ def test_where_one_write_in_thirty_is_refused_another_engine_hits_all(model, tmp
     assert num_refused >= NUM_BLOCKS // 30
     assert first.count("retried_spill_blocks") == num_refused
     check_shared(first, second)
-
-
-def test_two_machines_share_a_server_on_a_third(model, tmp_path):
-    """Each engine is in a network namespace of its own; the server is on the bridge between."""
-    if problem := Machines.problem():
-        pytest.skip(problem)
-    with Machines(2) as machines:
-        address = machines.addresses[-1]
-        options = {"bind": address, "protected-mode": "no"}
-        with Server(tmp_path / "server", options) as server:
-            one = job(model("llama"), {"url": f"redis://{address}:{server.port}"})
-            reports = []
-            for name in machines.names:
-                reports += run(tmp_path / name, replace(one, options={"network": name}))
-    check_shared(*reports)

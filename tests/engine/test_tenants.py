@@ -5,13 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.tiny_models import write_tiny_model
 from safe_offload.tiers.naming import HEADER_BYTES
 from tests.engine.engines import (
     Job,
-    Report,
     connector,
     make_job,
     make_prompts,
@@ -28,13 +25,6 @@ SALT = "5ecret-{}-9f1c07aa"
 GUARANTEED = {
     f"chat-{name}": {"share": "25%", "prefix": SALT.format(name)[:10]} for name in CHATTING
 }
-
-
-def chat_rates(report: Report, turns: tuple[str, ...]) -> list[float]:
-    """Of what each prompt of those that chat could hit, how much it did, from the second on."""
-    answers = zip(turns, report.answers, strict=True)
-    found = [answer.num_gpu + answer.num_host for turn, answer in answers if turn in CHATTING]
-    return [num / num_hit_tokens(NUM_TOKENS) for num in found[len(CHATTING) :]]
 
 
 def write_tenants(folder: Path) -> str:
@@ -59,29 +49,6 @@ def make_turns(model: Path, turns: tuple[str, ...], extra: dict[str, Any], **mor
         **more,
     )
     return replace(made, prompts=prompts)
-
-
-@pytest.mark.nightly
-def test_a_flood_takes_nothing_from_those_that_chat(tmp_path: Path):
-    """And no salt is in anything that the engine prints or counts."""
-    model = write_tiny_model("llama", tmp_path / "llama")
-    tenants = {"tenants": write_tenants(tmp_path)}
-    names = [f"flood {index}" for index in range(NUM_ROUNDS * NUM_FLOODS)]
-    turns: tuple[str, ...] = tuple(CHATTING)
-    for first in range(0, len(names), NUM_FLOODS):
-        turns += (*names[first : first + NUM_FLOODS], *CHATTING)
-    assert len(names) * NUM_TOKENS >= 10 * NUM_SLOTS * BLOCK_SIZE
-    jobs = make_turns(model, turns, tenants), make_turns(model, turns, {})
-    divided, shared = run(tmp_path, *jobs)
-    assert min(chat_rates(divided, turns)) >= 0.95
-    assert max(chat_rates(shared, turns)) == 0
-    assert divided.tokens == shared.tokens
-    assert divided.count("tenant_hit_tokens") == divided.count("hit_tokens") > 0
-    assert divided.count("tenant_guaranteed_bytes") > 0
-    for piece in ("5ecret", "9f1c07aa"):
-        assert piece not in divided.log
-        assert piece not in json.dumps(divided.data)
-    divided.check_well()
 
 
 def test_a_flood_takes_nothing_of_a_directory_from_those_that_chat(tmp_path: Path):
@@ -110,3 +77,5 @@ def test_a_flood_takes_nothing_of_a_directory_from_those_that_chat(tmp_path: Pat
     assert divided.tokens == shared.tokens
     for report in (*firsts, divided, shared):
         report.check_well()
+        for piece in ("5ecret", "9f1c07aa"):
+            assert piece not in report.log + json.dumps(report.data), "no salt is shown"

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from safe_offload.compat.versions import installed_version
-from safe_offload.scheduler.stores.stores import Stores
 from tests.simulator.models import MODELS, Recipe
 from tests.simulator.peers import PeerEngine
 from tests.simulator.vllm_setup import EngineShape
@@ -190,28 +189,3 @@ def num_hit(mix: str) -> int:
 def test_a_host_is_full_of_whatever_hits_need(mix):
     """With a share for each kind one is full while the other is not, and there are no hits."""
     assert num_hit(mix) == MIXES[mix][0]
-
-
-@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
-def test_no_shares_of_kinds_are_right_for_both(monkeypatch, share):
-    """What the test above would say of a host with fixed shares."""
-    add = Stores.add
-
-    def add_within_share(stores: Any, blocks: Any, *what: Any, **how: Any) -> int:
-        slots, directory = stores._hits.slots, stores._hits.directory
-        is_full = blocks.group_idx == 0
-        of_kind = [
-            s for s in slots.next_evicted(MIX_SLOTS) if (directory.group_of(s) == 0) == is_full
-        ]
-        tables = directory.tables[:1] if is_full else directory.tables[1:]
-        limit = MIX_SLOTS * (share if is_full else 1 - share)
-        num_over = sum(map(len, tables)) + len(blocks.blocks) - int(limit)
-        if num_over > len(of_kind):
-            return 0
-        slots.forget(of_kind[: max(0, num_over)])
-        return add(stores, blocks, *what, **how)
-
-    monkeypatch.setattr(Stores, "add", add_within_share)
-    monkeypatch.setattr(Stores, "add_whole", lambda *what, **how: False)
-    found = {mix: num_hit(mix) for mix in MIXES}
-    assert any(found[mix] < MIXES[mix][0] for mix in MIXES)

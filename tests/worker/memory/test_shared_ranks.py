@@ -136,9 +136,3 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
         assert facts.num_sharing == (1 if is_alone else NUM_RANKS)
         ranks.add_facts(facts)
     assert ranks.has_dead == (num_alone == 1)
-
-
-def test_too_little_memory_ends_the_start(make_ranks, monkeypatch):
-    monkeypatch.setattr(rank_memory, "available_host_bytes", lambda: 0)
-    with pytest.raises(ConfigError, match="nothing fits now"):
-        make_ranks()
