@@ -163,16 +163,15 @@ def num_pool_blocks(
     num_prompt_tokens: int = NUM_PROMPT_TOKENS,
     *,
     block_size: int = 32,
-    num_prompts: float = 1.6,
 ) -> int:
-    """Blocks of a GPU pool that holds these prompts, with their answers and the null block."""
+    """Blocks of a GPU pool that holds 1.6 prompts, with their answers and the null block."""
     num_blocks = count_prompt_blocks(
         cast(ModelKind, kind),
         num_prompt_tokens + NUM_ANSWER_TOKENS,
         block_size=block_size,
         max_num_batched_tokens=CHUNK_TOKENS,
     )
-    return int(num_prompts * num_blocks) + 1
+    return int(1.6 * num_blocks) + 1
 
 
 def make_job(

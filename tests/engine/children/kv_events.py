@@ -101,7 +101,7 @@ class Storm:
         self.prompts = [
             [*prefixes[index % 4], *self._tokens(16, 120)] for index in range(NUM_PROMPTS)
         ]
-        self.num_aborted = self.num_resets = self.num_refused_resets = self._num_sent = 0
+        self.num_aborted = self.num_resets = self._num_sent = 0
 
     def _tokens(self, fewest: int, most: int) -> list[int]:
         return self.rng.choices(range(256), k=self.rng.randint(fewest, most))
@@ -138,7 +138,6 @@ class Storm:
         except RuntimeError as error:
             if "waiting for remote KV transfer" not in str(error):
                 raise  # vLLM refuses it while a request waits for a load, and nothing else
-            self.num_refused_resets += 1
 
 
 def scenario(job: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ class EventChecker:
         self._core = core
         self._side = core.connector.side
         self.replayed: Replayed = set()
-        self.num_stored = self.num_removed = self.num_without_tokens = 0
         self._blocks: dict[Any, tuple[Any, list[int], str | None]] = {}
         """By the hash of `EngineShape.hash_tokens` tokens: the hash before, the tokens, the salt"""
         self._num_hashes: dict[Any, int] = {}
@@ -108,7 +107,6 @@ class EventChecker:
         if len(set(keys)) < len(keys) or not self.replayed.isdisjoint(keys):
             raise Finding("I12", "told of a block that was there already")
         self.replayed.update(keys)
-        self.num_stored += len(keys)
         group = self._core.shape.parsed_groups[event.group_idx]
         if (event.locality, event.lora_id, event.lora_name) != ("LOCAL", None, None):
             raise Finding("I12", f"wrong fields: {event}")
@@ -142,7 +140,6 @@ class EventChecker:
 
     def _check_may_lack_tokens(self, event: Any) -> None:
         """Only lazy stores forget what a block was made of, long after its request."""
-        self.num_without_tokens += 1
         if not self._core.config.lazy_offload:
             raise Finding("I12", f"tokens of a block are not told: {event}")
 
@@ -151,7 +148,6 @@ class EventChecker:
         if not keys <= self.replayed:
             raise Finding("I12", "told that a block is gone that was not there")
         self.replayed -= keys
-        self.num_removed += len(keys)
 
     def _learn_hashes(self) -> None:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash

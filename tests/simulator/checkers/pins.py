@@ -39,7 +39,6 @@ class PinChecker:
         self._planned_s = 0.0
         self._secret: list[Any] = []
         self._open: list[Any] = [] if core.node is None else core.node.open_requests
-        self.num_promises = self.num_kept = 0
         tap(core.scheduler, "add_request", self._see_request)
         tap(core.connector, "request_finished_all_groups", self._see_finish)
         for name in RESETS:
@@ -107,7 +106,6 @@ class PinChecker:
         num_blocks = min(num_wanted, len(slots))
         if not num_blocks:
             return
-        self.num_promises += 1
         key, now_s = request.block_hashes[num_blocks - 1], self._core.clock.now_s
         promise = self._promises.setdefault(key, Promise(0, {}, -math.inf, -math.inf))
         promise.pin_s = max(promise.pin_s, pin_s)
@@ -139,10 +137,9 @@ class PinChecker:
                     del self._promises[key]
         slots = original(count, *salt)
         for promise in self._promises.values():
-            if promise.until_min_s > self._core.clock.now_s:
-                self.num_kept += 1
-                if lost := promise.slots.keys() & slots:
-                    raise Finding("I14", f"slots {lost} are pinned, and are given to others")
+            lost = promise.slots.keys() & slots
+            if lost and promise.until_min_s > self._core.clock.now_s:
+                raise Finding("I14", f"slots {lost} are pinned, and are given to others")
         return slots
 
     def _see_forget(self, original: Callable[..., list[int]], slots: Any) -> list[int]:

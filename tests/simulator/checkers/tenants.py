@@ -23,8 +23,6 @@ class TenantChecker:
         self._tenants: Tenants = self._slots.quotas.tenants
         self._lost: dict[int, tuple[Counter[str], Counter[str]]] = {}
         """By granted slot: how many slots each tenant lost to that grant, and might have lost."""
-        self.num_paid = 0
-        """Grants for which another tenant gave slots."""
         tap(core.connector, "on_new_request", self._see_request)
         tap(self._slots, "use_tenants", self._see_use)
         tap(self._slots, "grant", self._see_grant)
@@ -70,7 +68,6 @@ class TenantChecker:
             asking = self._labels[slot] = self._label_of(block_hash)
             lost, spare = self._lost.pop(slot, (Counter[str](), Counter[str]()))
             for label, count in lost.items():
-                self.num_paid += label != asking
                 if label != asking and count > spare[label]:
                     raise Finding(
                         "I13",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.errors import ConfigError, SharingError
+from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import BadSlots, FailureReason, StepPlan, Transfer
