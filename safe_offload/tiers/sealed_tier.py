@@ -25,11 +25,9 @@ Work = Callable[[Batch], Awaitable[None]]
 
 
 class SealedTier:
-    """See `Tier`. It belongs to the loop's thread.
+    """See `Tier`. It belongs to the loop's thread, and closes `store`.
 
-    Args:
-        store: is closed by `close`.
-        facts: of its namespaces (naming.py), stored beside the objects.
+    `facts` of its namespaces (naming.py) are stored beside the objects.
     """
 
     num_restarts = 0

@@ -53,17 +53,14 @@ tier has the block."""
 
 @dataclass(slots=True, eq=False, repr=False)
 class PendingMessage:
-    """An unanswered message.
+    """An unanswered message; see `TierTransfer` and `Presence`.
 
     The loop's thread changes it; vLLM's thread settles it if the loop has ended.
 
     Attributes:
         number: id of the probe or of the transfer.
-        origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
-        slot_ids: of a fetch or a spill, one per key.
+        origins, targets: one per key, never empty.
         places: of a fetch or a spill, the indices of this rank's keys.
-        marks, targets: see `TierTransfer`.
-        tiers: of a probe, see `Presence.tiers`.
         missing: the places that have not been transferred.
         again: of a spill, see `Outcome.again`.
         task: that answers it; None before the loop has started it.
@@ -108,14 +105,12 @@ class Answers:
 
 
 class TierRunner:
-    """The tiers of one rank, nearest first.
+    """The tiers of one rank, nearest first, at most `MAX_TIERS`.
 
     `run`, `close` and `end` belong to the loop's thread; all other public methods to the thread of
     vLLM's hooks.
 
     Args:
-        guarded_tiers: the tiers, at most `MAX_TIERS`.
-        backend: for the number of usable slots.
         loop: of the transfers, which also run this (`Transfers`).
         slot_of: returns a slot as the tiers take it. It may refer to the memory, so it is dropped
             before that is freed.
@@ -124,8 +119,7 @@ class TierRunner:
         namespace_facts: if they must be learned first. Tiers are not used before; spills wait for
             them, and probes as long as a request might wait for a tier.
 
-    Attributes:
-        doubts: why the tiers serve only messages with this engine's own generation.
+    Attributes:     doubts: why the tiers serve only messages with this engine's own generation.
     """
 
     def __init__(  # noqa: PLR0913

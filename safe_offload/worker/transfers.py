@@ -87,29 +87,22 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """Which transfers are not drained, have not settled, or are neither issued nor given up.
-
-    `num_overdue` counts the copies that became overdue, since the start.
-    """
+    """Transfers that are not drained, not settled, or neither issued nor given up."""
 
     pending_ids: tuple[int, ...]
     unsettled_ids: tuple[int, ...]
     undecided_ids: tuple[int, ...]
-    num_overdue: int
 
 
 class Transfers:
     """The transfers of one rank, which run from when this is made.
 
-    Its public methods belong to one thread, the one that vLLM calls its hooks on.
+    Its public methods belong to one thread, the one that vLLM calls its hooks on. Backend, verifier
+    and tiers are closed when the loop ends.
 
     Args:
-        backend: copies and orders; closed when the loop has ended.
-        loop: runs the transfers and nothing else.
         max_inflight_bytes: of the copies of one direction that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
-        verifier: records and compares checksums; closed when the loop has ended.
-        tiers: run on this loop too, and close with it.
     """
 
     def __init__(
@@ -152,12 +145,11 @@ class Transfers:
             tuple(self._pending),
             tuple(p.transfer_id for p in pending if not p.is_settled),
             tuple(p.transfer_id for p in pending if not p.decided.is_set()),
-            self._num_overdue,
         )
 
     @property
     def num_overdue(self) -> int:
-        """Return that of the statistics alone: the bridge needs it in every step."""
+        """Return how many copies have become overdue since the start."""
         return self._num_overdue
 
     def mark(self) -> Any:

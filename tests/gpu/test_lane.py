@@ -5,7 +5,7 @@ import torch
 
 from safe_offload.layout import Segment, make_geometry
 from safe_offload.worker.copies.base import CopyPath
-from safe_offload.worker.copies.rows import TorchRows
+from safe_offload.worker.copies.rows import Rows
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.transfers import Transfers
@@ -36,7 +36,7 @@ def test_both_ways_are_timed_on_the_blocks_of_the_model(caplog):
     try:
         storage = subject.storage.untyped_storage()
         device = subject.storage.device
-        rows = TorchRows(storage, device, geometry, subject.device.bind_thread)
+        rows = Rows(storage, device, geometry, subject.device.bind_thread)
         host = subject.host.tensor.numpy()
         with caplog.at_level("INFO"):
             assert SelfTest(transfers, subject.backend, rows, host, subject.layout).run()

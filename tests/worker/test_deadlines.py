@@ -63,7 +63,7 @@ def test_a_copy_that_is_still_in_the_queue_of_the_backend_is_taken_back(backend,
     submit(transfers, LOAD, 2)
     clock.advance(transfers.loop, BEYOND_S)
     assert drained(transfers) == [(2, TIMED_OUT)]
-    assert transfers.statistics().num_overdue == 1, "the one that has begun"
+    assert transfers.num_overdue == 1, "the one that has begun"
     assert backend.issued[1].future.cancelled()
     backend.complete(1)
     assert drained(transfers) == [(1, None)]
@@ -95,7 +95,7 @@ def test_an_overdue_copy_is_counted_and_logged_once_with_what_to_do(backend, sta
     submit(transfers, STORE, 8)
     clock.advance(transfers.loop, 6.0)
     clock.advance(transfers.loop, 6.0)
-    assert transfers.statistics().num_overdue == 2
+    assert transfers.num_overdue == 2
     assert len(errors) == 2
     assert "Transfer 7 (load by each, 100 bytes) is still running after 5 s" in errors[0]
     assert "transfer_timeout_s" in errors[0]
@@ -126,6 +126,6 @@ def test_a_backend_that_cannot_tell_is_waited_for(backend, start, clock, monkeyp
     submit(transfers, LOAD, 1)
     clock.advance(transfers.loop, BEYOND_S)
     assert drained(transfers) == []
-    assert transfers.statistics().num_overdue == 1
+    assert transfers.num_overdue == 1
     backend.complete(1)
     assert drained(transfers) == [(1, None)]

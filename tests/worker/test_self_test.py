@@ -19,7 +19,7 @@ from safe_offload.worker.copies import cpu
 from safe_offload.worker.copies.base import Copy, CopyPath, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.gpu import GpuBackend
-from safe_offload.worker.copies.rows import Bytes, TorchRows
+from safe_offload.worker.copies.rows import Bytes, Rows
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.self_test import IdleTiming, SelfTest
@@ -73,7 +73,7 @@ def make(gpu):
     ) -> Bench:
         storage = make_storage(geometry)
         cpu = torch.device("cpu")
-        rows: Any = TorchRows(storage.untyped_storage(), cpu, geometry)
+        rows: Any = Rows(storage.untyped_storage(), cpu, geometry)
         backend: Any
         layout = HostLayout(geometry, num_slots, num_slots)
         host = HostMemory.allocate(layout.size_bytes)

@@ -42,7 +42,7 @@ from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker import rank_memory
 from safe_offload.worker.copies.gpu import GpuBackend
-from safe_offload.worker.copies.rows import TorchRows
+from safe_offload.worker.copies.rows import Rows
 from safe_offload.worker.memory import page_lock, placement
 from tests.simulator.vllm_setup import (
     EngineShape,
@@ -108,7 +108,7 @@ class Machine:
     def open_backend(self, storage: Any, _: Any, layout: Any, host: Any, config: Any) -> Any:
         """Like the product's, over the GPU of threads."""
         device = self.gpu.open()
-        rows = TorchRows(storage, torch.device("cpu"), layout.geometry)
+        rows = Rows(storage, torch.device("cpu"), layout.geometry)
         backend = GpuBackend(device, storage.data_ptr(), layout, host, None)
         return backend, FakeRows(self.gpu, device, rows)
 

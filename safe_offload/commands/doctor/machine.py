@@ -63,7 +63,7 @@ class Machine:
     machine_available_bytes: int  # the same without the limits of the cgroups
     swap_bytes: int = 0
     swap_used_bytes: int = 0
-    huge_pages: str = ""  # the word in brackets in `transparent_hugepage/enabled`
+    huge_pages: HugePages = UNKNOWN
     huge_pages_memfd: HugePages = UNKNOWN
     environment: Mapping[str, str] = field(default_factory=dict)
     is_root: bool = False
@@ -87,7 +87,7 @@ def read_machine(
         machine_available_bytes=kib.get("MemAvailable:", 0) * 1024,
         swap_bytes=swap_bytes,
         swap_used_bytes=swap_bytes - kib.get("SwapFree:", 0) * 1024,
-        huge_pages=huge_pages.of_private().word,
+        huge_pages=huge_pages.of_private(),
         huge_pages_memfd=huge_pages.of_memfd(),
         environment=dict(os.environ),
         is_root=os.geteuid() == 0,

@@ -15,7 +15,6 @@ from safe_offload.errors import ConfigError
 from safe_offload.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.node.pools import Pool, room_problem
 from safe_offload.tiers.files.diagnosis import MEMORY
-from safe_offload.worker.memory import huge_pages
 from safe_offload.worker.memory.host_memory import check_host_bytes
 from safe_offload.worker.memory.huge_pages import HugePages
 
@@ -170,7 +169,6 @@ def check_huge_pages(
     `has_copies_for_all`: ranks share one copy (MLA).
     """
     id = "memory.huge-pages"
-    private = huge_pages.private(machine.huge_pages)
     kinds: dict[str, HugePages] = {}
     for pool in pools:
         if pool.config.sharing is not None and machine.shared_memory is not None:
@@ -178,8 +176,8 @@ def check_huge_pages(
         elif pool.config.tiers or has_copies_for_all:
             kinds["memory that several processes map"] = machine.huge_pages_memfd
         else:
-            kinds["private memory"] = private
-    for kind, setting in (kinds or {"private memory": private}).items():
+            kinds["private memory"] = machine.huge_pages
+    for kind, setting in (kinds or {"private memory": machine.huge_pages}).items():
         if not setting.word:
             yield info(id, f"the system does not report transparent huge pages of {kind}")
         elif setting.is_given:

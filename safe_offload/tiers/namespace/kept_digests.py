@@ -38,9 +38,8 @@ class Cancelled(Exception):
 class KeptDigests:
     """The kept digests of one folder; while it is entered, other processes wait for it.
 
-    Args:
-        directory: created if it is missing, and used if only we can write it.
-        cancelled: called while another process has the lock.
+    `directory` is created, and used if only we can write it; waiting for its lock calls
+    `cancelled`.
     """
 
     def __init__(self, directory: str, root: str, cancelled: Callable[[], bool]) -> None:

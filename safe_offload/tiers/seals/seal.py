@@ -68,12 +68,8 @@ class Digest(Protocol):
 class Seal:
     """Makes the header of an object, and judges an object by it; any thread may use it.
 
-    Args:
-        key: random bytes (keys.py) that sign headers; none if empty.
-
-    Attributes:
-        version: of its headers.
-        facts: added to those of a namespace. They reveal no more of a key than any object.
+    Without `key`, random bytes (keys.py), headers are not signed. `facts` are added to those of a
+    namespace; they reveal no more of a key than any object.
     """
 
     def __init__(self, key: bytes = b"") -> None:

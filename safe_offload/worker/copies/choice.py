@@ -15,7 +15,7 @@ from safe_offload.worker.copies.base import CopyPath, ProvableBackend
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device, import_ahead
 from safe_offload.worker.copies.gpu import GpuBackend
-from safe_offload.worker.copies.rows import Rows, TorchRows
+from safe_offload.worker.copies.rows import Rows
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 
@@ -38,11 +38,11 @@ def open_backend(
     try:
         if device.type == "cpu":
             threads = DirectionThreads("safe-offload", config.copy_threads)
-            return CpuBackend(address, layout, host, threads), TorchRows(storage, device, geometry)
+            return CpuBackend(address, layout, host, threads), Rows(storage, device, geometry)
         if device.type == "cuda":  # torch's word for ROCm too
             path = CopyPath(config.copy_path) if config.copy_path != "auto" else None
             gpu = Device(device)
-            rows = TorchRows(storage, device, geometry, gpu.bind_thread)
+            rows = Rows(storage, device, geometry, gpu.bind_thread)
             return GpuBackend(gpu, address, layout, host, path), rows
         problem = f"expected a KV cache on 'cpu' or 'cuda', found one on {device.type!r}"
     except DeviceError as error:

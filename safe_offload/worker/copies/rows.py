@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +14,11 @@ from safe_offload.layout import Geometry
 Bytes = npt.NDArray[np.uint8]
 
 
-class Rows(Protocol):
-    """The blocks of a KV cache as rows of bytes, in the order of the calling thread's work."""
+class Rows:
+    """The blocks of a KV cache as rows of bytes, in the order of the calling thread's work.
 
-    def bind_thread(self) -> None:
-        """Let the calling thread use the memory, after all that was done to it so far."""
-
-    def read(self, block_ids: Sequence[int]) -> Bytes:
-        """Return the bytes of blocks; shape (n, slot_bytes)."""
-
-    def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
-        """Return what overwrites blocks, without waiting, when it is called."""
-
-
-class TorchRows:
-    """See `Rows`: blocks of a KV cache's storage; `bind_thread` is None for host memory."""
+    `bind_thread` is None for host memory.
+    """
 
     def __init__(
         self,
@@ -48,15 +38,18 @@ class TorchRows:
         ]
 
     def bind_thread(self) -> None:
+        """Let the calling thread use the memory, after all that was done to it so far."""
         if self._bind_thread is not None:
             self._bind_thread()
             torch.cuda.synchronize(self._device)
 
     def read(self, block_ids: Sequence[int]) -> Bytes:
+        """Return the bytes of blocks; shape (n, slot_bytes)."""
         ids = torch.tensor(block_ids, device=self._device)
         return np.concatenate([rows[ids].cpu().numpy() for rows in self._rows], axis=1)
 
     def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
+        """Return a function that overwrites blocks without waiting."""
         ids = torch.tensor(block_ids, device=self._device)
         lengths = [rows.shape[1] for rows in self._rows]
         parts = torch.from_numpy(content).to(self._device).split(lengths, dim=1)

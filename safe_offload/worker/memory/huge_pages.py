@@ -33,11 +33,7 @@ class HugePages(NamedTuple):
 
 def of_private(system: Path = Path("/sys")) -> HugePages:
     """Return the setting for memory of one process."""
-    return private(_chosen(system, "enabled"))
-
-
-def private(word: str) -> HugePages:
-    """Return the same for a word of that setting."""
+    word = _chosen(system, "enabled")
     return HugePages(word, word != "never", f"echo madvise > {FOLDER}/enabled")
 
 

@@ -60,7 +60,7 @@ SOUND = VllmFacts(
 MACHINE = Machine(
     available_bytes=64 * GIB,
     machine_available_bytes=64 * GIB,
-    huge_pages="madvise",
+    huge_pages=HugePages("madvise", is_given=True, fix=""),
 )
 TRIAL = trial.Trial(device="cpu", name="cpu", passed=("batch", "each"))
 
@@ -251,7 +251,12 @@ def pool(**settings: object) -> dict[str, str]:
         ("model.tokens", WARNING, '"num_cpu_blocks": 2048', pool(num_cpu_blocks=100)),
         ("model.tokens", ERROR, '_to_use": "4096MiB"', pool(cpu_bytes_to_use="1MiB")),
         ("memory.swap", WARNING, "", machine(swap_bytes=2 * GIB, swap_used_bytes=GIB)),
-        ("memory.huge-pages", WARNING, "echo madvise", machine(huge_pages="never")),
+        (
+            "memory.huge-pages",
+            WARNING,
+            "echo madvise",
+            machine(huge_pages=HugePages("never", is_given=False, fix="echo madvise")),
+        ),
         (
             "memory.huge-pages",
             WARNING,

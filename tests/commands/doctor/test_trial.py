@@ -11,7 +11,7 @@ from safe_offload.commands.doctor.trial import devices, run_trial
 from safe_offload.config.options import OffloadConfig
 from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.gpu import GpuBackend
-from safe_offload.worker.copies.rows import TorchRows
+from safe_offload.worker.copies.rows import Rows
 from tests.worker.copies.fake_device import CALLS, FakeGpu, FakeRows
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def open_on(gpu: FakeGpu) -> Any:
     def open(storage: Any, _: Any, layout: Any, host: Any, config: Any) -> tuple[Any, Any]:
         device = gpu.open()
         backend = GpuBackend(device, storage.data_ptr(), layout, host, CopyPath.KERNEL)
-        return backend, FakeRows(gpu, device, TorchRows(storage, CPU, layout.geometry))
+        return backend, FakeRows(gpu, device, Rows(storage, CPU, layout.geometry))
 
     return open
 
