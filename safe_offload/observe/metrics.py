@@ -174,14 +174,11 @@ class StatsReporter:
     """Returns statistics when they have changed; its state is the last ones returned.
 
     Bound: an entry for each name.
-
-    Args:
-        info: the set-up of the connector, by labels of `INFO`; empty if unknown.
     """
 
     def __init__(self, counters: Counters, info: Mapping[str, str]) -> None:
         self._counters = counters
-        self._info = info
+        self._info = info  # the set-up, by labels of `INFO`; empty if unknown
         self._last_gauges: dict[str, float] = {}
         self._last_info: dict[str, str] = {}
         self._last_host: Mapping[str, str] = {}

@@ -23,9 +23,6 @@ class Ranks:
     """The worker processes, as known from their reports.
 
     Bound: an entry for each rank, and for each failure reason.
-
-    Args:
-        slots: opened once all ranks have them, retired if corrupted on one rank.
     """
 
     def __init__(self, num_ranks: int, slots: SlotPool, counters: Counters) -> None:

@@ -265,14 +265,11 @@ class RequestBook:
     """All requests of vLLM that a hook has named. Only this class changes its state.
 
     Bound: the requests that vLLM has, and ended ones whose blocks or loads are still held.
-
-    Args:
-        begin_loads: returns the initial `load` of a request.
     """
 
     def __init__(self, counters: Counters, begin_loads: Callable[[], LoadProgress]) -> None:
         self._counters = counters
-        self._begin_loads = begin_loads
+        self._begin_loads = begin_loads  # returns the initial `load` of a request
         self._states: dict[str, RequestState] = {}
         self.get = self._states.get
         """Returns the state of a request id, if any hook has named it."""

@@ -57,13 +57,10 @@ class SplitTable(MutableMapping[bytes, int]):
 
 
 class Directory:
-    """Slots by block hash, for each KV cache group.
+    """Slots by block hash, for each KV cache group; `events` is notified of all changes.
 
     Bound: as many entries as there are slots, a few further keys of each, and that of
     `PrivateBlocks`.
-
-    Args:
-        events: notified of stores that begin, and of blocks published and removed; None without.
     """
 
     def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:

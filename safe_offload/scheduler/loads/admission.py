@@ -37,8 +37,6 @@ class Need:
 class Admission:
     """The requests that hold GPU blocks for a load, for models with more than full attention.
 
-    Its state includes `RequestState.need`, and a heap by missing blocks, the largest number first.
-
     Bound: the requests that vLLM has, and twice as many heap entries: the entry of a released
     request is removed when it comes first, or when there are too many.
     """

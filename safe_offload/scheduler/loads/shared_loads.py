@@ -84,12 +84,9 @@ class Wait:
 
 
 class SharedLoads:
-    """Decides which request waits for which load.
+    """Decides which request waits for which load, at most `wait_max_s` over its whole life.
 
     Bound: two entries for each load in flight, and two for each `MARK_EVERY` of its blocks.
-
-    Args:
-        wait_max_s: of one request, over its whole life.
     """
 
     def __init__(self, hits: HostHits, wait_max_s: float, counters: Counters) -> None:

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 class Stores:
     """Pending stores, stores in flight, and the prefixes that they extend.
 
-    Bound: `num_blocks_max` blocks, and the requests that vLLM has with their blocks on the GPU.
-
-    Args:
-        num_blocks_max: of all stores together, as backpressure: the queue would grow without end if
-            blocks came faster than they are copied.
+    Bound: `num_blocks_max` blocks, as backpressure, and the requests that vLLM has with their
+    blocks.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ KNOWN = (
 
 
 class Hints(Feature):
-    """Applies hints to the limits of requests. Its state: a count for the log."""
+    """Applies hints to the limits of requests."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters

@@ -26,7 +26,7 @@ _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 
 
 class PinnedPrompts(Feature):
-    """Its state: the pins."""
+    """Pins prompts when their requests end, and lets new ones use the pins."""
 
     def __init__(self, planner: Planner, tiered_hits: TieredHits, pin_share: float) -> None:
         self._planner = planner

@@ -74,12 +74,9 @@ class Pin:
 
 
 class Pins:
-    """All pins.
+    """All pins, which hold at most a share of the slots.
 
     Bound: `PINS_MAX` pins, `num_slots_max` slots, and the requests that vLLM has.
-
-    Args:
-        share: of the slots that may be pinned.
     """
 
     def __init__(self, slots: SlotPool, leases: LeaseBook, share: float) -> None:
