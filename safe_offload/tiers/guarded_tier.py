@@ -43,11 +43,9 @@ class Operation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call to a tier; 0.0 seconds if it was not made.
+    """One call to a tier: its objects by result, and the bytes read or written.
 
-    Attributes:
-        results: number of objects by result; `LEFT_ALONE` if the call was not made.
-        size_bytes: of the objects that were read or written.
+    If it was not made, it took 0.0 seconds, and the result is `LEFT_ALONE`.
     """
 
     operation: Operation

@@ -52,11 +52,9 @@ _OBJECT: Final = re.compile(rf"[0-9a-f]{{6,{4 + 2 * HASH_BYTES_MAX}}}")
 
 
 def namespace(facts: Mapping[str, object], generation: str = "") -> bytes:
-    """Return the digest of all that the bytes depend on.
+    """Return the digest of all facts, in any order, that the bytes depend on; values are JSON's.
 
-    Args:
-        facts: by name; values are what JSON knows. The order does not matter.
-        generation: of the engine's own after a reset, or empty.
+    `generation` is of the engine's own after a reset, or empty.
     """
     written = json.dumps(
         {"format": FORMAT_VERSION, "word": generation, "facts": dict(facts)},

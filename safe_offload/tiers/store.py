@@ -33,13 +33,10 @@ TRIAL_OBJECTS = 16
 
 
 class Item(NamedTuple):
-    """An object that was found.
+    """An object that was found, by its key in the place, and the name that its header must contain.
 
-    Attributes:
-        key: its name in the place.
-        name: that its header must contain; None if no object is found there.
-        used_at_s: when it was last used, since 1970; 0 if unknown.
-        is_temporary: it is being written, or was when its writer died.
+    `used_at_s` is since 1970, 0 if unknown. A temporary is being written, or was when its writer
+    died.
     """
 
     namespace: str

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The turn of one transfer. Only its gate changes it, on the loop's thread.
+    """The turn of one transfer, urgent if a hook waits for it, and counted while in flight.
 
-    Attributes:
-        granted: done at its turn; None before it waits.
-        is_urgent: a hook waits for it, so it skips the queue.
-        is_counted: its bytes are in flight.
+    Only its gate changes it, on the loop's thread. `granted` is done at its turn.
     """
 
     size_bytes: int

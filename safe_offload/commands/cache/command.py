@@ -124,13 +124,10 @@ def _age_s(text: str) -> float:
 
 @dataclass(slots=True)
 class Listed:
-    """A namespace; times are seconds since 1970, 0 if unknown.
+    """A namespace, with the facts of its description; times are seconds since 1970, 0 if unknown.
 
-    Attributes:
-        facts: the facts it is named by, from its description.
-        after_reset: an engine created it after a reset of its cache.
-        first_used_s: last use of the least recently used object.
-        num_temporaries: objects being written, or abandoned by a writer that died.
+    `first_used_s` is of the least recently used object. `num_temporaries` are objects being
+    written, or abandoned by a writer that died.
     """
 
     namespace: str

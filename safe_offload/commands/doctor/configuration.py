@@ -26,12 +26,9 @@ ISOLATING_HASHES: Final = ("sha256", "sha256_cbor")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The value of `--kv-transfer-config`.
+    """The value of `--kv-transfer-config`, and its effective failure policy.
 
-    Attributes:
-        extras: `kv_connector_extra_config` of each of our connectors; the defaults if the text
-            cannot be used.
-        failure_policy: as it would be in force.
+    `extras` are the settings of each of our connectors; the defaults if the text cannot be used.
     """
 
     text: str  # empty if it was not given, or in another form than JSON

@@ -34,10 +34,8 @@ LAYOUT: Final = HostLayout.in_one_slab(Geometry(LAYERS, NUM_BLOCKS), NUM_BLOCKS)
 class Trial:
     """The results of the trial of one device.
 
-    Attributes:
-        problems: of the copy paths that failed the self-test.
-        is_pageable: the driver of a GPU did not page-lock host memory.
-        failure: why there was no test; empty if there was one.
+    `problems` are of copy paths that failed; `failure`, why there was no test. `is_pageable`: the
+    driver of a GPU did not page-lock host memory.
     """
 
     device: str  # "cpu", or of a GPU such as "cuda:0"

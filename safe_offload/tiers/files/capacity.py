@@ -100,9 +100,7 @@ class Kept:
 class CapacityShare:
     """The share of one process in the capacity of a directory; any thread may call it.
 
-    Args:
-        limit_bytes: of all processes together; None for no limit.
-        shares: returns the guaranteed share of each mark, in parts of `WHOLE`.
+    `limit_bytes` is of all processes together; `shares` returns the guaranteed share of each mark.
     """
 
     def __init__(

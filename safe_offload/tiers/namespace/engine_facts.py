@@ -183,11 +183,9 @@ SHOWN_CHARS_MAX: Final = 160
 
 
 class EngineFacts(NamedTuple):
-    """The facts in a configuration and an environment.
+    """The facts in a configuration and an environment, and the fields that name local files.
 
-    Attributes:
-        files: of this machine, by the fields that name them: their content counts.
-        unclear: fields whose values cannot be compared with another process's.
+    Files count by content; `unclear` fields cannot be compared with those of another process.
     """
 
     facts: dict[str, str]

@@ -70,12 +70,9 @@ class ModelPlace:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The digest of the files of a model.
+    """The digest of all names and contents of a model's files, empty without files.
 
-    Attributes:
-        digest: of all names and contents; empty if there are no files.
-        doubts: why the files may differ from what was loaded.
-        read_bytes: the part of the size that had to be read.
+    `doubts` are why the files may differ from what was loaded; `read_bytes` had to be read.
     """
 
     digest: str
@@ -191,10 +188,8 @@ def _snapshot(place: ModelPlace, listing: _Listing) -> str:
 class FileDigests:
     """SHA-256 of whole files, read once and kept between starts (see `KeptDigests`).
 
-    Args:
-        threads: number of concurrent readers, a file each.
-        since_ns: later changes are doubts; the start of this process if not given.
-        clock_ns: the time since 1970.
+    Each of `threads` reads a file. Changes after `since_ns`, by default the start of this process,
+    are doubts.
     """
 
     def __init__(

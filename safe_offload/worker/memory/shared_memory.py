@@ -97,14 +97,8 @@ def share_memory(
 ) -> HostMemory:
     """Map one memory in all ranks of a share, with room for `checksum_table` after the slots.
 
-    Args:
-        layout: of the slots, the same on all ranks.
-        secret: of these ranks, see `secret_of`.
-        check_available: called on the first rank before the memory is made; its error goes through.
-        timeout_s: how long the ranks wait for one another.
-
-    Raises:
-        SharingError: the memory cannot be shared, by any rank.
+    All ranks have the same `layout`. `check_available` is called on the first rank before the
+    memory is made; its error goes through. SharingError: no rank can share the memory.
     """
     if layout.slots_per_slab < share.count:
         raise SharingError(f"there are fewer slots than the {share.count} ranks")
