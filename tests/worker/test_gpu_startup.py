@@ -33,7 +33,6 @@ from tests.worker.waiting import PATIENCE_S, wait_until
 
 HAS_SLEEP_HOOKS = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """From vLLM 0.33 on."""
-MakeWorker = Callable[..., Worker]
 
 
 @pytest.fixture

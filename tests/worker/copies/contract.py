@@ -23,6 +23,7 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.copies.base import Backend, Copy, Direction
+from safe_offload.worker.memory.host_memory import HostMemory
 from tests.worker.waiting import PATIENCE_S
 
 Bytes = npt.NDArray[np.uint8]
@@ -63,6 +64,7 @@ class Subject(ABC):
 
     backend: Backend  # under test
     layout: HostLayout  # where the slots lie in the host memory
+    host: HostMemory  # the host pool
 
     @property
     def geometry(self) -> Geometry:
@@ -77,13 +79,13 @@ class Subject(ABC):
     def write_storage(self, content: Bytes) -> None:
         """Overwrite the whole KV cache storage, in the compute stream's order."""
 
-    @abstractmethod
     def read_host(self) -> Bytes:
         """A copy of the whole host pool."""
+        return self.host.tensor.numpy().copy()
 
-    @abstractmethod
     def write_host(self, content: Bytes) -> None:
         """Overwrite the whole host pool."""
+        self.host.tensor.numpy()[:] = content
 
     @abstractmethod
     def hold(self, direction: Direction) -> Callable[[], None]:

@@ -84,12 +84,6 @@ class CpuSubject(Subject):
     def write_storage(self, content: Bytes) -> None:
         self.storage.numpy()[:] = content
 
-    def read_host(self) -> Bytes:
-        return self.host.tensor.numpy().copy()
-
-    def write_host(self, content: Bytes) -> None:
-        self.host.tensor.numpy()[:] = content
-
     def hold(self, direction: Direction) -> Callable[[], None]:
         return self.threads.hold(direction)
 

@@ -90,12 +90,6 @@ class FakeGpuSubject(Subject):
     def write_storage(self, content: Bytes) -> None:
         self.gpu.compute.enqueue(lambda: np.copyto(self.storage, content))
 
-    def read_host(self) -> Bytes:
-        return self.host.tensor.numpy().copy()
-
-    def write_host(self, content: Bytes) -> None:
-        self.host.tensor.numpy()[:] = content
-
     def hold(self, direction: Direction) -> Callable[[], None]:
         released = threading.Event()
         self._releases.append(released)
@@ -112,9 +106,6 @@ class FakeGpuSubject(Subject):
         self.backend.close()
         self.gpu.close()
         assert self.gpu.violations == []
-
-
-MakeGpu = Callable[..., FakeGpuSubject]
 
 
 @pytest.fixture(autouse=True)
