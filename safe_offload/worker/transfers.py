@@ -309,7 +309,7 @@ class Transfers:
         failure: FailureReason | None = None
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            completion = pending.completion  # of `load_now`
+            completion, issued_s = pending.completion, pending.submitted_s  # of `load_now`
             if completion is None:
                 await self._enter(pending, deadline_s)
             try:
@@ -317,7 +317,7 @@ class Transfers:
                     completion = self._backend.issue(pending.copy, pending.mark)
                     pending.completion = completion
                     pending.decided.set()
-                issued_s = self._loop.now_s()
+                    issued_s = self._loop.now_s()
                 await self._wait_for_copy(pending, completion, deadline_s)
                 self._record_times(pending, issued_s)
             finally:

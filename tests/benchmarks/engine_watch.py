@@ -91,6 +91,10 @@ class Recorder:
 
             completion.future.add_done_callback(ended)
 
+        def joined(_begin_s: float, _is_certain: bool, _self: Any, _completion: Any) -> None:
+            direction, begin_s, _, size_bytes = self.copies[-1]  # perhaps taken from its thread
+            self.copies[-1] = direction, begin_s, time.monotonic(), size_bytes
+
         def reported(_begin_s: float, report: Any, *_: Any) -> None:
             ids = tuple(outcome.transfer_id for outcome in report.outcomes)
             self.reports.append((time.monotonic(), ids))
@@ -104,6 +108,7 @@ class Recorder:
         _record_calls(Driver, "copy_each", given)
         _record_calls(Device, "launch", given)
         _record_calls(CpuBackend, "issue", issued)
+        _record_calls(CpuBackend, "join", joined)
         _record_calls(GpuBackend, "issue", issued)
         _record_calls(WorkerBridge, "report_settled", reported)
 

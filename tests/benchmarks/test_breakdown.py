@@ -23,6 +23,7 @@ WATCHED = (
     (Transfers, "submit"),
     (Transfers, "load_now"),
     (CpuBackend, "issue"),
+    (CpuBackend, "join"),
     (GpuBackend, "issue"),
     (WorkerBridge, "report_settled"),
     (Driver, "copy_batch"),

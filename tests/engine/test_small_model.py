@@ -76,9 +76,12 @@ def check_same(report: Report, own: Any) -> None:
     report.check_no_trouble()
 
 
-def test_a_hit_from_the_host_is_read_as_vllms_own(make, own, tmp_path):
-    (report,) = run(tmp_path / "run", make(connector(verify="load")), child="cut")
+@pytest.mark.parametrize(("verify", "in_step"), [("load", "false"), ("off", "true")])
+def test_a_hit_from_the_host_is_read_as_vllms_own(verify, in_step, make, own, tmp_path):
+    """Its load goes ahead of the step that needs it, or in that step."""
+    (report,) = run(tmp_path / "run", make(connector(verify=verify)), child="cut")
     check_same(report, own)
+    assert report.data["loads"][in_step] == len(ENDS) - 1
 
 
 def test_one_wrong_slot_changes_every_answer(make, own, tmp_path):

@@ -11,7 +11,7 @@ from safe_offload.worker import transfers as transfers_module
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.transfers import Copied
 from tests.worker.driven import drained, flush, serves, submit
-from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, SLOT_BYTES
+from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, SLOT_BYTES, transfer
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -226,6 +226,21 @@ def test_the_copies_of_one_direction_do_not_wait_for_the_other(backend, start, m
     complete_at(backend, transfers, clock, 1, 102.0)
     complete_at(backend, transfers, clock, 2, 104.0)
     assert [(c.queued_s, c.copying_s) for c in transfers.take_copied()] == [(0.0, 2.0), (0.0, 4.0)]
+
+
+def test_a_load_in_the_step_is_timed_from_its_issue(backend, start, monkeypatch):
+    """Without streams it has ended before the loop knows it."""
+    transfers, clock = start(), [100.0]
+    monkeypatch.setattr(transfers.loop, "now_s", lambda: clock[0])
+
+    def join(_completion):
+        complete_at(backend, transfers, clock, 1, 103.0)
+        return True
+
+    monkeypatch.setattr(backend, "join", join)
+    assert transfers.load_now(transfer(1), backend.mark())
+    flush(transfers)
+    assert [(c.queued_s, c.copying_s) for c in transfers.take_copied()] == [(0.0, 3.0)]
 
 
 def test_a_copy_that_failed_is_not_timed(backend, start):

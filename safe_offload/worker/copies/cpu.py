@@ -40,8 +40,9 @@ MOVE_MODULE = "safe_offload.worker.copies._move"
 class CpuCompletion:
     """See `Completion`: a copy that a thread runs."""
 
-    def __init__(self, path: CopyPath, future: Future[None]) -> None:
+    def __init__(self, path: CopyPath, copy: Copy, future: Future[None]) -> None:
         self.path = path
+        self.copy = copy
         self.future = future
 
     async def wait(self) -> None:
@@ -103,11 +104,10 @@ class CpuBackend:
         if self._first_touch is not None and copy.direction is Direction.STORE:
             self._first_touch.will_store(copy.slot_ids)
         try:
-            return CpuCompletion(
-                self.paths[0], self._threads.submit(copy.direction, self._run, copy)
-            )
+            future = self._threads.submit(copy.direction, self._run, copy)
         except RuntimeError as error:
             raise TransferError(FailureReason.NOT_RUNNING, str(error)) from error
+        return CpuCompletion(self.paths[0], copy, future)
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         """Wait until the copy has ended, one way or the other."""
@@ -121,12 +121,24 @@ class CpuBackend:
         return True
 
     def join(self, completion: Completion) -> bool:
-        """See `Backend.join`; waits until the copy has ended."""
+        """See `Backend.join`; waits until the copy has ended.
+
+        Runs the copy itself if no thread has taken it: this core would be idle, while the others
+        have vLLM's scheduler, which spins until the step has ended.
+        """
         assert isinstance(completion, CpuCompletion)
-        try:
-            return completion.future.exception() is None
-        except FutureCancelledError:
+        queued = completion.future
+        if queued.cancelled():
             return False
+        if queued.cancel():
+            completion.future = Future()
+            try:
+                self._run(completion.copy)
+            except Exception as error:
+                completion.future.set_exception(error)
+            else:
+                completion.future.set_result(None)
+        return completion.future.exception() is None
 
     def end_copies(self) -> None:
         self._threads.close()

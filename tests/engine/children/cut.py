@@ -52,6 +52,8 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
         ]
         report["cuts"].append({"tokens": list(answer.token_ids), "likeliest": likeliest})
     report["metrics"] = engine.connector_metrics(llm)
+    loads = [one for one in llm.get_metrics() if one.name == "vllm:safe_offload_loads"]
+    report["loads"] = {one.labels["in_step"]: one.value for one in loads}
     return report
 
 

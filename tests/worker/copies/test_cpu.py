@@ -229,6 +229,20 @@ def test_a_fence_on_a_copy_that_failed_is_kept(make_cpu_subject, monkeypatch):
     subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS)
     completion = subject.issue(Direction.STORE, [0], [0])
     assert subject.backend.fence(completion, PATIENCE_S)
+    assert not subject.backend.join(subject.issue(Direction.LOAD, [0], [0]))
+
+
+async def test_a_join_runs_a_copy_that_no_thread_has_taken(subject):
+    _, host = subject.fill(3)
+    release = subject.hold(Direction.LOAD)
+    subject.issue(Direction.LOAD, [0], [0])
+    subject.wait_until_started(Direction.LOAD)
+    completion = subject.issue(Direction.LOAD, [5], [6])
+    assert subject.backend.join(completion)
+    await asyncio.wait_for(completion.wait(), PATIENCE_S)
+    for in_storage, in_host in subject.ranges(5, 6):
+        np.testing.assert_array_equal(subject.read_storage()[in_storage], host[in_host])
+    release()
 
 
 # ---- closing -----------------------------------------------------------------------------------
