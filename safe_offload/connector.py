@@ -215,10 +215,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See KVConnectorBase_V1; None while a shared load or a tier lookup is pending."""
         if self._num_model_loads != self.model_loads.count:
             return 0, False  # vLLM has begun to schedule: the reset comes with the plan
-        num_tokens = self.scheduler.get_num_new_matched_tokens(
-            request, num_computed_tokens, self._clock()
-        )
-        return num_tokens, bool(num_tokens) and not self.scheduler.loads_in_step(request)
+        now_s = self._clock()
+        num_tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens, now_s)
+        return num_tokens, bool(num_tokens) and not self.scheduler.loads_in_step(request, now_s)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

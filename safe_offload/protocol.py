@@ -245,6 +245,7 @@ class HostFacts:
     # Reasons why objects of its tiers may not mean what it computes; see `Tiers.stand_alone`.
     doubts: tuple[str, ...] = ()
     pool: PoolFacts | None = None  # None if no other engine uses this memory
+    load_block_s: float = 0.0  # of a load, per block on an idle device; 0: not timed
 
 
 @dataclass(frozen=True)

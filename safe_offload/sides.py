@@ -50,7 +50,7 @@ class SchedulerSide(Side):
         """Return how many more tokens can be loaded; None if that is not known yet."""
         return 0
 
-    def loads_in_step(self, request: Any) -> bool:
+    def loads_in_step(self, request: Any, now_s: float) -> bool:
         """Return whether the hit just reported is loaded in the step that computes the rest."""
         return False
 

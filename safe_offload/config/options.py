@@ -159,7 +159,8 @@ class OffloadConfig:
     load_in_step: bool = setting(
         switch(),
         True,
-        "While no request runs, load a hit in the very step that computes the rest of its prompt.",
+        "Load a hit in the very step that computes the rest of its prompt, if no request runs or, "
+        "on a GPU, if running ones wait less than it saves.",
     )
     verify_every: int = setting(
         sampling(),

@@ -22,7 +22,7 @@ from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import EMPTY_PLAN, IDLE_PLAN, Outcome, StepPlan, StepReport
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.feature import Answer, Feature, Hooks
-from safe_offload.scheduler.loads.cost import Costs, StepWatch
+from safe_offload.scheduler.loads.cost import Costs, StepWatch, busy_steps_s, pays_in_step
 from safe_offload.scheduler.loads.loads import LoadProgress, Loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.outdated import Outdated
@@ -180,7 +180,10 @@ class Planner(SchedulerSide):
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
         self._num_idle_steps = 0
-        self._in_flight: deque[SchedulerOutput] = deque(maxlen=options.num_steps_in_flight + 1)
+        # Steps, the latest last, and when they were planned.
+        self._last_steps: deque[tuple[float, SchedulerOutput]] = deque(
+            maxlen=options.num_steps_in_flight + 1
+        )
         self.has_changed = True
         self.tiers = make_tiers(self)
         self.features = tuple(make_features(self))
@@ -279,14 +282,19 @@ class Planner(SchedulerSide):
             self.loads.drop_hit(state)
         return 0
 
-    def loads_in_step(self, request: Request) -> bool:
+    def loads_in_step(self, request: Request, now_s: float) -> bool:
         """Return whether the hit just reported is loaded in the very step that needs it.
 
-        That is so while nobody else waits for this step: no request runs, and no load of another
-        one is ahead in the queue of copies.
+        Not while the load of another request is ahead in the queue of copies.
         """
-        is_alone = not (self.book.num_running or self.loads.is_loading)
-        is_in_step = is_alone and self.options.may_load_in_step
+        is_in_step = False
+        if self.options.may_load_in_step and not self.loads.is_loading:
+            state, num_running = self.book.find(request), self.book.num_running
+            hit = state.load.hit if state is not None else None
+            copy_s = self.ranks.load_block_s * len(hit.slots_by_group[0]) if hit is not None else 0
+            num_waiting = self.book.num_live - num_running - 1
+            steps_s = busy_steps_s(self._last_steps, now_s, self.book) if copy_s else ()
+            is_in_step = pays_in_step(copy_s, num_running, num_waiting, steps_s)
         self._in_step = request if is_in_step else None
         return is_in_step
 
@@ -394,7 +402,7 @@ class Planner(SchedulerSide):
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
         """
-        self._in_flight.append(scheduler_output)
+        self._last_steps.append((now_s, scheduler_output))
         if self._on_step:
             for feature in self._on_step:
                 feature.on_step(scheduler_output, now_s)
@@ -515,7 +523,8 @@ class Planner(SchedulerSide):
             # or leave at an abort).
             self.stores.fail_all()
             self._pass_over()
-            self.gpu.forget_hashes(spoilt_block_ids(self._in_flight, output.invalid_block_ids))
+            in_flight = [scheduler_output for _, scheduler_output in self._last_steps]
+            self.gpu.forget_hashes(spoilt_block_ids(in_flight, output.invalid_block_ids))
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, StepReport):

@@ -76,6 +76,12 @@ class Ranks:
             labels["copies_by"],
         )
 
+    @property
+    def load_block_s(self) -> float:
+        """Return what a load takes for each block on the slowest rank; 0 if not all timed one."""
+        seconds = [facts.load_block_s for facts in self._facts.values()]
+        return max(seconds) if len(seconds) == self._num_ranks and all(seconds) else 0.0
+
     def retire(self, bad: BadSlots) -> None:
         """Retire slots whose memory has changed."""
         retired = self._slots.retire(bad.slot_ids)

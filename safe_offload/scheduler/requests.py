@@ -322,6 +322,11 @@ class RequestBook:
         if state.request.kv_transfer_params is not None:  # else none brings it from elsewhere
             self._perhaps_brought.add(state)
 
+    def runs(self, request_id: str) -> bool:
+        """Return whether it has its blocks, and has not ended."""
+        state = self._states.get(request_id)
+        return state is not None and state.phase is Phase.RUNNING
+
     def preempt(self, state: RequestState) -> None:
         """vLLM took a running request's blocks away."""
         state.move(Phase.WAITING)

@@ -106,9 +106,9 @@ class WorkerBridge(WorkerSide):
         self._is_lost = False
         # What has been reported.
         self._reported_num_slots = 0
-        self._reported_facts: tuple[MemoryFacts, tuple[CopyPath, ...], tuple[str, ...]] | None = (
-            None
-        )
+        self._reported_facts: (
+            tuple[MemoryFacts, tuple[CopyPath, ...], tuple[str, ...], float] | None
+        ) = None
         self._counted = (0, 0)  # overdue transfers, demotions of copy paths
 
     def __repr__(self) -> str:
@@ -347,13 +347,16 @@ class WorkerBridge(WorkerSide):
             return ()
         tiers, backend = self.opened.tiers, self.opened.backend
         doubts = () if tiers is None else tiers.doubts
-        memory, paths, _ = facts = (backend.memory, backend.paths, doubts)
+        memory, paths, load_block_s = backend.memory, backend.paths, backend.load_block_s
+        facts = (memory, paths, doubts, load_block_s)
         if facts == self._reported_facts:
             return ()
         self._reported_facts = facts
         copy_paths, num_sharing = tuple(path.value for path in paths), self.opened.share.count
         where = pool.facts if (pool := self.opened.pool) else None
-        return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts, where),)
+        return (
+            HostFacts(self._rank, memory, copy_paths, num_sharing, doubts, where, load_block_s),
+        )
 
     def _pass_to_tiers(self, plan: StepPlan) -> None:
         tiers = None if self.opened is None else self.opened.tiers

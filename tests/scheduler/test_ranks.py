@@ -21,6 +21,14 @@ def make_ranks(num_ranks: int) -> Ranks:
     return Ranks(num_ranks, SlotPool(8, Directory(8, 1), Lru(8), counters), counters)
 
 
+def test_a_load_takes_what_it_takes_on_the_slowest_rank_if_all_have_timed_one():
+    ranks, seconds = make_ranks(3), []
+    for rank, load_block_s in ((0, 1e-5), (1, 3e-5), (2, 0.0), (2, 2e-5)):
+        ranks.add_facts(HostFacts(rank, LOCKED, PATHS, load_block_s=load_block_s))
+        seconds.append(ranks.load_block_s)
+    assert seconds == [0.0, 0.0, 0.0, 3e-5]
+
+
 def test_what_is_the_same_on_all_ranks_is_said_once():
     merged = merge([HostFacts(0, LOCKED, PATHS), HostFacts(1, LOCKED, PATHS)])
     assert merged == {

@@ -29,6 +29,8 @@ from tests.simulator.words import ZEROED, group_of
 
 TICK_S = 0.001
 """Virtual time between two looks at the copies."""
+BLOCK_S = 1e-9
+"""What a block takes, as the connector is told: loads go in the steps of others where they may."""
 
 
 class CopyFault(enum.Enum):
@@ -360,6 +362,7 @@ class SimBackend:
         self, device: Device, loop: asyncio.AbstractEventLoop, slot_bytes: int = PAGE_BYTES
     ) -> None:
         self.device = device
+        self.load_block_s = BLOCK_S if device.options.has_streams else 0.0
         self.slot_bytes = slot_bytes
         self.num_slots = len(device.memory.host)
         self._loop = loop

@@ -32,6 +32,7 @@ FLOORS = {
     "in-step": Floor(stored=0.75, loaded=0.75, hit=0.75),
     "in-step-faults": Floor(stored=0.33, loaded=0.70, hit=0.22),
     "in-step-fails": Floor(stored=0.80, loaded=0.50, hit=0.45),
+    "in-step-busy": Floor(stored=0.64, loaded=0.62, hit=0.55),
     "mla-shared": Floor(stored=0.88, loaded=0.75, hit=0.43),
     "mamba-gpu": Floor(stored=1.34, loaded=0.75, hit=0.42),
     "host-pressure": Floor(stored=1.07, loaded=0.75, hit=0.16),

@@ -222,6 +222,13 @@ PROFILES: dict[str, Profile] = {
         faults={FaultKind.LOADS_FAIL: 1, CopyFault.FAIL: 10},
         has_few_copies=True,
     ),
+    "in-step-busy": Profile(
+        "hits load in the steps of others, on a GPU; copies fail, before the step or half way",
+        replace(_ALONE, num_blocks=60, is_async=True, is_in_process=True, has_streams=True),
+        Workload(num_requests=90, num_steps=500, num_stems=3, num_tails=4, num_aborts=24),
+        copy_ticks_max=20,
+        faults={**COPY_FAULTS, CopyFault.FAIL: 90},
+    ),
     "mla-shared": Profile(
         "MLA on three ranks that share one copy",
         EngineShape(

@@ -72,6 +72,7 @@ class FakeBackend:
     num_slots = num_usable_slots = 1_000_000
     paths = (CopyPath.EACH,)
     choices = ()
+    load_block_s = 0.0
     memory = MemoryFacts(MemoryKind.PAGEABLE, "refused")
     undisturbed = staticmethod(contextlib.nullcontext)
 

@@ -419,6 +419,8 @@ def test_how_a_rank_keeps_and_copies_is_in_the_first_report_and_when_it_changes(
     assert worker.bridge.build_connector_worker_meta() == StepReport(host_facts=(locked,))
     backend.paths = (CopyPath.BATCH, CopyPath.EACH)
     assert worker.bridge.build_connector_worker_meta().host_facts[0].copy_paths == ("batch", "each")
+    backend.load_block_s = 0.5
+    assert worker.bridge.build_connector_worker_meta().host_facts[0].load_block_s == 0.5
     assert worker.bridge.build_connector_worker_meta() is None
 
 

@@ -352,10 +352,11 @@ def test_ways_that_were_timed_beside_others_are_timed_again_when_nothing_runs(
     monkeypatch.setattr(bench.transfers, "take_copied", take_disturbed)
     assert bench.test.run()
     assert path_of(bench, Direction.LOAD, MANY) is CopyPath.KERNEL
-    is_disturbed = False
+    disturbed_s, is_disturbed = bench.backend.load_block_s, False
     with caplog.at_level("INFO"):
         bench.test.time_again()
     assert path_of(bench, Direction.LOAD, MANY) is CopyPath.BATCH
+    assert 0 < bench.backend.load_block_s < disturbed_s, "as its slowest way"
     assert "again while idle" in caplog.text
     is_disturbed = True
     bench.test.time_again()
@@ -392,6 +393,7 @@ def test_nothing_is_timed_where_there_is_no_choice(make, gpu, caplog):
         bench = make(device, path=path)
         with caplog.at_level("INFO"):
             assert bench.test.run()
+        assert bench.backend.load_block_s == 0
     assert "Measured copies" not in caplog.text
 
 

@@ -10,6 +10,12 @@ such blocks, vLLM lets only the first compute them; so while a load in the step 
 is until the output of that step at least, no request with blocks of the GPU begins to wait for a
 load (`Planner.get_num_new_matched_tokens`).
 
+While other requests run, the same holds. A load fills blocks that nobody has, nor a step in flight:
+vLLM gives away the blocks of a step only after its output, and preempts none of its requests before
+(`defer_block_free`). So only requests that found the loaded blocks since can have read them, in
+steps in flight; and what these compute comes after the copy. On the device, so do the others' steps
+(`cost.pays_in_step`).
+
 Source: vLLM 0.32.0, Scheduler.schedule, _handle_invalid_blocks, update_from_output and
 reset_prefix_cache of v1/core/sched/scheduler.py.
 """
@@ -40,10 +46,11 @@ def may_load_in_step(
     *,
     is_plain: bool,
 ) -> bool:
-    """Return whether hits may be loaded in the step that needs them, while nobody else waits.
+    """Return whether hits may be loaded in the step that needs them, where that pays.
 
-    Such a load must not fail once the forward is launched, may delay nobody else, and if it fails
-    before, vLLM must be able to tell whose blocks it fills. So these go ahead of the step:
+    Such a load must not fail once the forward is launched, may delay only the requests of its step,
+    and if it fails before, vLLM must be able to tell whose blocks it fills. So these go ahead of
+    the step:
 
     - hits of several KV cache groups (not `is_plain`): block ids are unique in a group only, and
       vLLM raises on those that were not loaded. With EAGLE drafts or context parallelism, too

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -275,6 +276,54 @@ class Costs:
         steps, loads = self.steps.points, self.loads.points
         needed = min(loads[-1][0], self._num_step_tokens_max) if loads else 0
         return bool(steps) and FAR * steps[-1][0] >= needed
+
+
+def pays_in_step(
+    copy_s: float, num_running: int, num_waiting: int, steps_s: Sequence[float]
+) -> bool:
+    """Return whether a hit is loaded in the step that computes its rest, not ahead of it.
+
+    On the device, that step comes after the copy. A load ahead runs beside steps of others, but is
+    only noticed when the steps in flight have ended.
+
+    1. No request runs: yes, the step would wait for nothing else.
+    2. No load was timed, as on the CPU, where the host would wait; or no step was: no.
+    3. Another request waits: no. While a load in the step is in flight, it may have to put off its
+       own (`step_loads`), while loads ahead follow one another.
+    4. Else, if the requests of the step together wait less for the copy than that of the hit saves.
+       The shortest of the last steps counts, so that a slow one has no effect.
+
+    Args:
+        copy_s: that the copy is expected to take; 0 if unknown.
+        num_waiting: requests that do not run, except that of the hit.
+        steps_s: that the last steps of a busy engine took, one more than it has in flight.
+    """
+    if not num_running:
+        return True
+    if not (copy_s and steps_s) or num_waiting:
+        return False
+    return (num_running + 1) * copy_s < (len(steps_s) - 1) * min(steps_s)
+
+
+def busy_steps_s(
+    last_steps: Sequence[tuple[float, SchedulerOutput]], now_s: float, book: RequestBook
+) -> list[float]:
+    """Return what each of the last steps took until the next one was planned, or is now.
+
+    Empty if the engine has not been busy since, as no request of the first of them still runs; or
+    if one of them has waited for a copy.
+
+    Args:
+        last_steps: each with the time of its plan.
+    """
+    outputs = [output for _, output in last_steps]
+    request_ids = outputs[0].num_scheduled_tokens if outputs else ()
+    if not any(book.runs(request_id) for request_id in request_ids):
+        return []
+    if any(getattr(output, "has_sync_kv_loads", False) for output in outputs):
+        return []
+    times = [*(planned_s for planned_s, _ in last_steps), now_s]
+    return [end_s - begin_s for begin_s, end_s in pairwise(times)]
 
 
 def rate(points: list[tuple[float, float]]) -> int:

@@ -128,6 +128,8 @@ class ProvableBackend(Backend, Protocol):
     """A backend whose copy `paths` in use can be tried one by one (worker/self_test.py)."""
 
     paths: tuple[CopyPath, ...]
+    # See `HostFacts`; of the slowest timed path. 0 without streams, where the host would wait.
+    load_block_s: float
 
     @property
     def choices(self) -> tuple[CopyPath, ...]:

@@ -70,6 +70,7 @@ class CpuBackend:
     ) -> None:
         self.slot_bytes = layout.geometry.slot_bytes
         self.choices: tuple[CopyPath, ...] = ()
+        self.load_block_s = 0.0
         self.num_slots = self.num_usable_slots = layout.num_slots
         self.memory = MemoryFacts(
             MemoryKind.PAGEABLE, "requested" if host.has_huge_pages else "refused"

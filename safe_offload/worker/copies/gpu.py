@@ -67,6 +67,7 @@ class GpuBackend:
         self.slot_bytes = layout.geometry.slot_bytes
         self.num_slots = layout.num_slots
         self.num_demotions = 0
+        self.load_block_s = 0.0
         self._device = device
         self._layout = layout
         self.host = host
@@ -116,6 +117,15 @@ class GpuBackend:
                 Timed(num_ranges, size_bytes, one.seconds)
             )
         self._costs = {way: Cost.learn(copies) for way, copies in by_way.items()}
+        loads = [one for one in timed if one.copy.direction is Direction.LOAD]
+        self.load_block_s = max(
+            (
+                load.seconds / len(load.copy.block_ids)
+                for load in loads
+                if len(load.copy.block_ids) > 1
+            ),
+            default=0.0,
+        )
 
     def mark(self) -> Any:
         return self._device.record(self._device.compute_stream())

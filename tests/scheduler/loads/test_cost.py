@@ -25,6 +25,7 @@ from safe_offload.scheduler.loads.cost import (
     Offer,
     StepWatch,
     TierCosts,
+    pays_in_step,
 )
 from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, Sizes, make_engine, serve
 from tests.benchmarks.scheduler_measure import COPY_STEPS
@@ -51,6 +52,25 @@ def measured(min_load_tokens: int | None = None, book: Any = None) -> Costs:
 
 
 # ---- the decision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "num_running", "num_waiting", "steps_s", "pays"),
+    [
+        pytest.param(9.0, 0, 3, [], True, id="nobody runs"),
+        pytest.param(0.0, 1, 0, [0.01, 0.01], False, id="no load was timed"),
+        pytest.param(0.001, 1, 0, [], False, id="no step was timed"),
+        pytest.param(0.001, 1, 1, [0.01, 0.01], False, id="another waits"),
+        pytest.param(0.001, 8, 0, [0.01, 0.01], True, id="it saves more"),
+        pytest.param(0.001, 9, 0, [0.01, 0.01], False, id="it saves less"),
+        pytest.param(0.001, 18, 0, [0.01, 0.01, 0.01], True, id="it saves two steps"),
+        pytest.param(0.001, 8, 0, [9.0, 0.01, 0.004], False, id="one of the last was short"),
+    ],
+)
+def test_a_hit_loads_in_its_step_if_others_wait_less_than_it_saves(
+    copy_s, num_running, num_waiting, steps_s, pays
+):
+    assert pays_in_step(copy_s, num_running, num_waiting, steps_s) is pays
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from tests.simulator import device
 from tests.simulator.device import SimBackend
 
 IN_STEP = {"load_in_step": True}
@@ -13,6 +14,8 @@ ENGINES = [
     pytest.param({"is_async": True, "has_streams": True, "is_v2": True}, id="gpu-async"),
     pytest.param({"has_streams": True, "tensor_ranks": 2}, id="gpus"),
 ]
+
+GPUS = ENGINES[2:]
 
 
 @pytest.fixture(params=ENGINES)
@@ -44,6 +47,50 @@ def test_while_a_request_runs_hits_load_ahead_of_their_step(rig):
     assert len(plan.loads) == 1
     rig.finish(again=4, running=30)
     assert rig.counts['loads{in_step="false"}'] == 1
+
+
+def busy(make_rig, **shape):
+    """Return a rig whose only request decodes, and two prompts that the host has."""
+    rig = make_rig(extra=IN_STEP, num_blocks=120, num_slots=200, copy_ticks_max=10, **shape)
+    rig.start()
+    prompts = [rig.warm(seed=seed) for seed in (1, 2)]
+    rig.add("running", rig.prompt(14, 3), max_tokens=60)
+    for _ in range(6):
+        rig.step()
+    return rig, *prompts
+
+
+@pytest.mark.parametrize("shape", GPUS)
+def test_on_a_gpu_a_hit_loads_in_the_step_of_others(make_rig, shape):
+    rig, prompt, _ = busy(make_rig, **shape)
+    rig.add("again", prompt)
+    plan = rig.planned_step()
+    assert (len(plan.loads_in_step), len(plan.loads)) == (1, 0)
+    assert rig.scheduler.requests["again"].num_computed_tokens == len(prompt)
+    rig.finish(running=60, again=4)
+
+
+@pytest.mark.parametrize("shape", GPUS)
+@pytest.mark.parametrize("why", ["no time", "dear", "another waits", "just started", "the last"])
+def test_it_loads_ahead_where_that_would_cost_the_others_more(make_rig, monkeypatch, shape, why):
+    monkeypatch.setattr(device, "BLOCK_S", {"no time": 0.0, "dear": 1.0}.get(why, device.BLOCK_S))
+    rig, prompt, other = busy(make_rig, **shape)
+    num_ahead = 1
+    if why == "just started":
+        rig.abort("running")
+        rig.drain()
+        rig.add("running", rig.prompt(14, 4), max_tokens=60)
+        rig.step()
+    elif why == "another waits":
+        rig.add("other", other)
+        num_ahead = 2
+    elif why == "the last":
+        rig.add("other", other)
+        assert rig.planned_step().loads_in_step
+    rig.add("again", prompt)
+    plan = rig.planned_step()
+    assert (len(plan.loads_in_step), len(plan.loads)) == (0, num_ahead)
+    rig.finish(running=60, again=4)
 
 
 def test_of_two_hits_the_first_loads_in_the_step(rig):
