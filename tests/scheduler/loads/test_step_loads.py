@@ -87,6 +87,7 @@ def test_it_loads_ahead_where_that_would_cost_the_others_more(make_rig, monkeypa
     elif why == "the last":
         rig.add("other", other)
         assert rig.planned_step().loads_in_step
+        rig.step_until(lambda: not rig.planner.loads.is_loading)
     rig.add("again", prompt)
     plan = rig.planned_step()
     assert (len(plan.loads_in_step), len(plan.loads)) == (0, num_ahead)
@@ -100,6 +101,21 @@ def test_of_two_hits_the_first_loads_in_the_step(rig):
     plan = rig.planned_step()
     assert len(plan.loads_in_step) == len(plan.loads) == 1
     rig.finish(first=4, second=4)
+
+
+def test_of_two_hits_the_second_loads_ahead_although_the_first_has_gone(make_rig):
+    rig = make_rig(extra=IN_STEP, has_streams=True)
+    rig.start()
+    first, second = rig.warm(seed=1), rig.warm(seed=2)
+    rig.hold_copies(True)
+    rig.add("first", first)
+    assert rig.planned_step().loads_in_step
+    rig.abort("first")
+    rig.add("second", second)
+    plan = rig.planned_step()
+    assert (len(plan.loads_in_step), len(plan.loads)) == (0, 1)
+    rig.hold_copies(False)
+    rig.finish(second=4)
 
 
 @pytest.mark.parametrize("what", ["abort", "reset"])
