@@ -16,7 +16,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import TierConfig
 from safe_offload.findings import Severity
 from tests.docs import test_fleet_manifests as fleet
-from tests.engine.prometheus import find_program
+from tests.programs import find_program
 from tests.valkey_server import Server
 
 pytestmark = pytest.mark.skipif(

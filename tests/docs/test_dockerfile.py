@@ -11,7 +11,7 @@ import pytest
 
 from safe_offload import __version__
 from safe_offload.config.transfer_config import CONNECTOR_NAME
-from tests.engine.prometheus import find_program
+from tests.programs import find_program
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "examples" / "container" / "Dockerfile"

@@ -17,8 +17,8 @@ from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError
 from safe_offload.worker.memory.host_memory import check_host_bytes
-from tests.engine.prometheus import find_program
 from tests.kubernetes_api import VERSIONS, check, manifests, resources_of
+from tests.programs import find_program
 from tests.prometheus_rule import ALERTS, EXAMPLES, IN_CHART, RULE, groups
 
 FOLDER = EXAMPLES / "helm"

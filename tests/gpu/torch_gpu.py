@@ -86,12 +86,6 @@ class TorchSubject(Subject):
     def write_storage(self, content: Bytes) -> None:
         self.storage.copy_(torch.from_numpy(content).pin_memory(), non_blocking=True)
 
-    def read_host(self) -> Bytes:
-        return self.host.tensor.numpy().copy()
-
-    def write_host(self, content: Bytes) -> None:
-        self.host.tensor.numpy()[:] = content
-
     def hold(self, direction: Direction) -> Callable[[], None]:
         return self.hold_stream(self.stream(direction))
 

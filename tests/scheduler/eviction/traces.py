@@ -135,7 +135,7 @@ def _uniform(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
 
 
 def _mooncake(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    """A mixture shaped after Mooncake's published traces (docs/benchmarks/method.md: sources).
+    """A mixture shaped after Mooncake's published traces (docs/benchmarks.md).
 
     Blocks of 512 tokens. One block starts every prompt. Half are calls of tools: system prompts
     that many share, of a dozen blocks in the middle, and a short tail. Half are conversations:
