@@ -13,7 +13,7 @@ from safe_offload.scheduler.stores.stores import Stores
 from tests.digests import digest_of
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ("all-faults", "swarm")
+PROFILES = ("all-faults", "spoilt", "swarm")
 
 
 def _in_another_process() -> str:

@@ -303,7 +303,15 @@ def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
         hash_block_size=hash_block_size,
         log_stats=True,
     )
+    scheduler.finish_requests = functools.partial(_finish_in_order, scheduler.finish_requests)
     return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+
+
+def _finish_in_order(finish: Any, request_ids: Any, status: Any) -> list[Any]:
+    """Finish requests by name: vLLM takes a set of them in an order that each process draws."""
+    if not isinstance(request_ids, set):
+        return finish(request_ids, status)
+    return [request for name in sorted(request_ids) for request in finish(name, status)]
 
 
 def runner_output(request_ids: list[str], sampled: list[list[int]], connector_output: Any) -> Any:
