@@ -298,4 +298,4 @@ def test_no_secret_in_a_place_is_printed_by_the_cache(data, secret):
 def test_what_vllm_says_of_arguments_has_no_value_of_them(problem):
     secret = make_secret(7, ALPHABETS[1])
     facts = VllmFacts(arguments_problem=problem.format(secret, secret))
-    check_hidden(secret, render(list(check_arguments(facts, []))))
+    check_hidden(secret, render(list(check_arguments(facts))))
