@@ -15,7 +15,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 SEND_ON = {
@@ -97,7 +97,11 @@ SESSION: web.AppKey[ClientSession] = web.AppKey("session", ClientSession)
 
 
 async def _keep_session(app: web.Application) -> AsyncIterator[None]:
-    async with ClientSession(timeout=ClientTimeout(total=None)) as app[SESSION]:
+    # A connection for each request: vLLM's server closes an idle one after 5 s, and a request that
+    # meets that is lost.
+    each_anew = TCPConnector(limit=0, force_close=True)
+    async with ClientSession(connector=each_anew, timeout=ClientTimeout(total=None)) as session:
+        app[SESSION] = session
         yield
 
 

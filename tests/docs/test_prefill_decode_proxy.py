@@ -145,3 +145,22 @@ def test_a_decode_server_that_is_down_is_said(caplog):
     assert told.status == 502
     assert "http://127.0.0.1:1" in told.text
     assert caplog.text == ""
+
+
+def test_no_connection_is_used_that_a_server_has_just_closed():
+    """As vLLM's does after 5 s without a request; a POST on it is lost."""
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def call() -> list[int]:
+        async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with serving(make_app([url], [url])) as proxy, ClientSession() as session:
+                return [(await session.post(proxy + PATH, json={})).status for _ in range(3)]
+
+    assert asyncio.run(call()) == [200] * 3

@@ -193,7 +193,7 @@ def ask(pair: Pair, names: str, *, at_once: bool = False) -> list[list[int]]:
 
     async def ask_one(session: aiohttp.ClientSession, name: str) -> list[int]:
         async with session.post(PATH, json=body_of(name)) as answer:
-            answer.raise_for_status()
+            assert answer.ok, await answer.text()
             tokens: list[int] = (await answer.json())["choices"][0]["token_ids"]
             return tokens
 
