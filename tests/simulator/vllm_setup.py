@@ -309,9 +309,8 @@ def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
 
 def _finish_in_order(finish: Any, request_ids: Any, status: Any) -> list[Any]:
     """Finish requests by name: vLLM takes a set of them in an order that each process draws."""
-    if not isinstance(request_ids, set):
-        return finish(request_ids, status)
-    return [request for name in sorted(request_ids) for request in finish(name, status)]
+    each = sorted(request_ids) if isinstance(request_ids, set) else [request_ids]
+    return [request for name in each for request in finish(name, status)]
 
 
 def runner_output(request_ids: list[str], sampled: list[list[int]], connector_output: Any) -> Any:
