@@ -41,7 +41,7 @@ def test_an_engine_starts_and_hits(model, tmp_path):
     for public, report in zip(chosen, run(tmp_path / "runs", *jobs), strict=True):
         first, _, second = report.answers
         assert second.token_ids == first.token_ids
-        assert second.num_host == num_hit_tokens(NUM_PROMPT_TOKENS), public
+        assert second.num_host == num_hit_tokens(NUM_PROMPT_TOKENS), (public, report.metrics)
         (info,) = report.data["info"]
         assert int(info["slots_per_rank"]) == POOL_BYTES // (32 << 10)
         assert info["eviction_policy"] == "returns"
