@@ -54,8 +54,6 @@ def take_turns(llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     answers = []
     for turn in job["turns"]:
         if turn == RESET_GPU_CACHE:
-            if job["in_process"] and scheduler_of(llm).connector is not None:
-                drain(llm)  # what a busy machine has not stored yet is no hit
             assert llm.reset_prefix_cache(), "the GPU's prefix cache could not be reset"
         elif turn == EMPTY_FOLDER:
             shutil.rmtree(job["options"]["folder"])
