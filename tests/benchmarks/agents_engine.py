@@ -104,7 +104,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     num_users_max = max(arguments.users)
     under_way = agents_traces.mean_context(draw(1, num_users_max)) * num_users_max
     options = with_pool(options, POOL_SHARE * under_way)
-    found: dict[str, list[Replayed]] = {}
     is_good = True
     with (
         with_model(options, arguments) as (options, folder),
@@ -119,8 +118,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             connectors.publish_part(report, arguments, name)
         first = 1 if arguments.also else 0
         for num_users in arguments.users:
-            found = {}
-            one = argparse.Namespace(**vars(arguments) | {"users": num_users})
+            found: dict[str, list[Replayed]] = {}
             for index, engine in connectors.in_turns(engines, options.rounds, first):
                 drawn = draw(index, num_users)
                 turns = [to_turns(user, conversation) for user, conversation in enumerate(drawn)]
@@ -128,12 +126,13 @@ def run_command(arguments: argparse.Namespace) -> int:
                 replayed = engines[engine].call(replay, plan, TIMEOUT_S)
                 if index:
                     found.setdefault(engine, []).append(replayed)
-                    report = make_report(found, absent, options, one, machine)
+                    report = make_report(found, absent, options, arguments, num_users, machine)
                     if len(arguments.users) == 1:
                         publish(report, arguments)
                     else:
                         connectors.publish_part(report, arguments, str(num_users))
-    return int(not found or not is_good)
+            is_good = is_good and bool(found)
+    return int(not is_good)
 
 
 def with_pool(options: BenchOptions, num_tokens: float) -> BenchOptions:
@@ -151,6 +150,7 @@ def make_report(
     absent: Mapping[str, str],
     options: BenchOptions,
     arguments: argparse.Namespace,
+    num_users: int,
     machine: dict[str, Any],
 ) -> Report:
     samples: connectors.Samples = {}
@@ -171,10 +171,10 @@ def make_report(
         cells = map(median_and_spread, figures.values(), forms)
         rows.append([engine, median_and_spread(throughput[engine], ".2f"), *cells])
     left_out = [f"{engine}: not here ({why})" for engine, why in absent.items()]
-    what = f"{arguments.users} users, {arguments.turns} requests each, lengths divided by"
+    what = f"{num_users} users, {arguments.turns} requests each, lengths divided by"
     cut = f"think times of at most {arguments.think_s:g} s"
     sections = [f"{what} {arguments.scale}, {cut}; times in seconds", table(rows)]
-    given = asdict(options) | {"users": arguments.users, "scale": arguments.scale}
+    given = asdict(options) | {"users": num_users, "scale": arguments.scale}
     figures_of_all = {"samples": samples, "requests_per_s": throughput}
     return Report(__doc__ or "", [*sections, *left_out], figures_of_all, given, machine)
 

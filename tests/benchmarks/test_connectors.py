@@ -47,8 +47,8 @@ def test_a_percentile_is_a_value_that_was_measured():
 def test_agents_are_told_by_percentiles_and_by_vllms_own_counters():
     tokens = {"tokens computed": 407_000, "from the GPU": 0, "from the host": 9}
     found = {"SCO": [Replayed([0.1] * 89 + [0.9] * 2 + [2.0], [3.0] * 92, 46.0, tokens)]}
-    arguments = argparse.Namespace(users=16, turns=6, scale=4, think_s=1.0)
-    report = agents_engine.make_report(found, {"OC": "no GPU"}, BenchOptions(), arguments, {})
+    arguments = argparse.Namespace(turns=6, scale=4, think_s=1.0)
+    report = agents_engine.make_report(found, {"OC": "no GPU"}, BenchOptions(), arguments, 16, {})
     row = dict(report.figures["samples"]["SCO"])
     assert row["first token, p50"] == [0.1]
     assert row["first token, p90"] == [0.1]
