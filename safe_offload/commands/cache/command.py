@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import math
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -307,9 +306,8 @@ def _seal_for(described: bytes, seal: Seal) -> Seal:
 def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     if (arguments.namespace is None) == (not arguments.all):
         raise CacheError("rm: no namespace given. Fix: add one that `ls` shows, or --all.")
-    age, before_s = arguments.older_than, math.inf
-    if age is not None:
-        before_s = time.time() - _age_s(age)
+    age = arguments.older_than
+    before_s = None if age is None else time.time() - _age_s(age)
     place.require_cache()
     chosen = place.namespaces()
     if not arguments.all:
@@ -324,7 +322,9 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     place.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
     for batch in pages(place.items("" if arguments.all else chosen[0])):
-        due = batch if age is None else [item for item in batch if place.is_older(item, before_s)]
+        due = batch
+        if before_s is not None:
+            due = [item for item in batch if place.is_older(item, before_s)]
         for item in place.delete(due):
             num_objects += not item.is_temporary
             size_bytes += 0 if item.is_temporary else item.size_bytes

@@ -320,10 +320,14 @@ def busy_steps_s(
     request_ids = outputs[0].num_scheduled_tokens if outputs else ()
     if not any(book.runs(request_id) for request_id in request_ids):
         return []
-    if any(getattr(output, "has_sync_kv_loads", False) for output in outputs):
+    if any(map(_waits_for_copies, outputs)):
         return []
     times = [*(planned_s for planned_s, _ in last_steps), now_s]
     return [end_s - begin_s for begin_s, end_s in pairwise(times)]
+
+
+def _waits_for_copies(output: SchedulerOutput) -> bool:
+    return getattr(output, "has_sync_kv_loads", False)
 
 
 def rate(points: list[tuple[float, float]]) -> int:
@@ -480,8 +484,7 @@ class StepWatch:
                 num_left = 0
             elif not num_left:
                 costs.steps.add(self._num_tokens, now_s - self.last_planned_s)
-        waits_for_copies = getattr(scheduler_output, "has_sync_kv_loads", False)
-        if not num_left and computes_prompt and not waits_for_copies:
+        if not num_left and computes_prompt and not _waits_for_copies(scheduler_output):
             self._num_tokens, num_left = num_tokens, self._num_in_flight
         costs.scheduled = scheduled
         self._num_plans_left, self.last_planned_s = num_left, now_s

@@ -118,14 +118,8 @@ class GpuBackend:
             )
         self._costs = {way: Cost.learn(copies) for way, copies in by_way.items()}
         loads = [one for one in timed if one.copy.direction is Direction.LOAD]
-        self.load_block_s = max(
-            (
-                load.seconds / len(load.copy.block_ids)
-                for load in loads
-                if len(load.copy.block_ids) > 1
-            ),
-            default=0.0,
-        )
+        sized = [(one.seconds, len(one.copy.block_ids)) for one in loads]
+        self.load_block_s = max((s / num for s, num in sized if num > 1), default=0.0)
 
     def mark(self) -> Any:
         return self._device.record(self._device.compute_stream())
