@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -27,12 +28,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if hasattr(config, "workerinput"):  # Ctrl-C is for the process that reports, which ends us
         os.setpgid(0, 0)
+    config.stash[STDERR] = os.dup(2)
     is_same = "not nightly" in config.option.markexpr
     more = {"derandomize": True, "database": None} if is_same else {}
     settings.register_profile("ours", deadline=None, **more)
     settings.load_profile("ours")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a crash print its stack: a library that vLLM imports takes these signals for itself."""
+    faulthandler.disable()
+    faulthandler.enable(item.config.stash[STDERR])
+
+
+STDERR = pytest.StashKey[int]()
 ENGINES = "tests/engine/"
 LONGEST = tuple(
     f"tests/{name}.py"
