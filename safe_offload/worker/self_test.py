@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -65,7 +64,7 @@ class SelfTest:
         self._rows = rows
         self._host = host
         self._layout = layout
-        self._random = random.Random(0)
+        self._random = np.random.PCG64(0)
         self._last_id = 0
         self._in_step = threading.Lock()
         self._is_given_up = False
@@ -318,9 +317,9 @@ class SelfTest:
 
     def _noise(self, ids: Sequence[int]) -> Bytes:
         """Return fresh random bytes; shape (n, slot_bytes)."""
-        size_bytes = self._backend.slot_bytes
-        rows = [np.frombuffer(self._random.randbytes(size_bytes), np.uint8) for _ in ids]
-        return np.stack(rows)
+        size_bytes = len(ids) * self._backend.slot_bytes
+        words = self._random.random_raw(-(-size_bytes // 8))
+        return words.view(np.uint8)[:size_bytes].reshape(len(ids), -1)
 
     def _submit(
         self,
