@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = "at once (%(default)s); of several numbers, each on the same engines"
     add("--users", nargs="+", type=int, default=[16], help=several)
     add("--turns", type=int, default=12, help="requests of a user (%(default)s)")
+    add("--skip", type=int, default=0, help="requests of a user before those (%(default)s)")
     add("--scale", type=int, default=4, help="divides lengths and times (%(default)s)")
     add("--think-s", type=float, default=math.inf, help="at most, after scaling (no limit)")
     add("--seconds", type=float, default=TIMEOUT_S / 2, help="of a round (%(default)s)")
@@ -96,7 +97,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     recorded = agents_traces.read(arguments.traces)
 
     def draw(index: int, num_users: int) -> list[Conversation]:
-        how = (num_users, longest * arguments.scale, arguments.turns)
+        how = (num_users, longest * arguments.scale, arguments.skip, arguments.turns)
         chosen = agents_traces.choose(recorded, *how, f"{options.seed}/{index}")
         scaled = (agents_traces.scale(one, arguments.scale) for one in chosen)
         return [agents_traces.cut_thinking(one, arguments.think_s) for one in scaled]
@@ -121,7 +122,8 @@ def run_command(arguments: argparse.Namespace) -> int:
             found: dict[str, list[Replayed]] = {}
             for index, engine in connectors.in_turns(engines, options.rounds, first):
                 drawn = draw(index, num_users)
-                turns = [to_turns(user, conversation) for user, conversation in enumerate(drawn)]
+                names = (f"{num_users}/{index}/{user}" for user in range(num_users))
+                turns = [*map(to_turns, names, drawn)]
                 plan = Round(turns, arguments.seconds, folder / f"requests-{engine}.jsonl")
                 replayed = engines[engine].call(replay, plan, TIMEOUT_S)
                 if index:
@@ -131,6 +133,7 @@ def run_command(arguments: argparse.Namespace) -> int:
                         publish(report, arguments)
                     else:
                         connectors.publish_part(report, arguments, str(num_users))
+            first = 1
             is_good = is_good and bool(found)
     return int(not is_good)
 
@@ -174,12 +177,14 @@ def make_report(
     what = f"{num_users} users, {arguments.turns} requests each, lengths divided by"
     cut = f"think times of at most {arguments.think_s:g} s"
     sections = [f"{what} {arguments.scale}, {cut}; times in seconds", table(rows)]
-    given = asdict(options) | {"users": num_users, "scale": arguments.scale}
+    sizes = {name: getattr(arguments, name) for name in ("turns", "skip", "scale")}
+    given = asdict(options) | {"users": num_users, **sizes}
     figures_of_all = {"samples": samples, "requests_per_s": throughput}
     return Report(__doc__ or "", [*sections, *left_out], figures_of_all, given, machine)
 
 
-def to_turns(user: int, conversation: Conversation) -> list[Turn]:
+def to_turns(user: str, conversation: Conversation) -> list[Turn]:
+    """Return what a user sends; users of different names share no prompt."""
     known = len(PROMPT_TOKEN_IDS)
     return [
         (

@@ -99,11 +99,16 @@ def _expand(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
 
 
 def choose(
-    conversations: Sequence[Conversation], number: int, num_tokens_max: int, turns: int, seed: str
+    conversations: Sequence[Conversation],
+    number: int,
+    num_tokens_max: int,
+    skip: int,
+    turns: int,
+    seed: str,
 ) -> list[Conversation]:
-    """Return the beginnings of as many conversations, drawn by a seed, of contexts that fit."""
-    begun = [Conversation(one.requests[:turns]) for one in conversations]
-    fitting = [one for one in begun if one.num_tokens_max <= num_tokens_max]
+    """Return parts of as many conversations, drawn by a seed, of contexts that fit."""
+    parts = [Conversation(one.requests[skip : skip + turns]) for one in conversations]
+    fitting = [one for one in parts if one.requests and one.num_tokens_max <= num_tokens_max]
     if len(fitting) < number:
         what = f"{number} conversations of at most {num_tokens_max:,} tokens"
         raise ConfigError(f"--traces: expected {what}, found {len(fitting)} (fewer --users?)")
@@ -139,7 +144,7 @@ def mean_context(conversations: Sequence[Conversation]) -> float:
     return sum(sizes) / len(sizes)
 
 
-def make_prompt(user: int, turn: int, request: Request) -> list[int]:
+def make_prompt(user: str, turn: int, request: Request) -> list[int]:
     """Return tokens that two prompts of a conversation share where they share blocks."""
     tokens: list[int] = []
     for block_id in request.block_ids:

@@ -47,7 +47,7 @@ def test_a_percentile_is_a_value_that_was_measured():
 def test_agents_are_told_by_percentiles_and_by_vllms_own_counters():
     tokens = {"tokens computed": 407_000, "from the GPU": 0, "from the host": 9}
     found = {"SCO": [Replayed([0.1] * 89 + [0.9] * 2 + [2.0], [3.0] * 92, 46.0, tokens)]}
-    arguments = argparse.Namespace(turns=6, scale=4, think_s=1.0)
+    arguments = argparse.Namespace(turns=6, skip=0, scale=4, think_s=1.0)
     report = agents_engine.make_report(found, {"OC": "no GPU"}, BenchOptions(), arguments, 16, {})
     row = dict(report.figures["samples"]["SCO"])
     assert row["first token, p50"] == [0.1]
@@ -86,10 +86,15 @@ def test_a_scaled_prompt_shares_a_block_if_all_its_blocks_were_shared(tmp_path):
     assert (first.num_tokens, first.num_answer_tokens, second.num_answer_tokens) == (642, 22, 1)
     assert second.think_s == 75.0, "nobody thinks longer than 300 s"
     assert agents_traces.mean_context([conversation]) == 642
-    (chosen,) = agents_traces.choose([recorded], 1, 5000, 1, "0/1")
-    assert len(chosen.requests) == 1
+    for skip in (0, 1):
+        (chosen,) = agents_traces.choose([recorded], 1, 5000, skip, 1, "0/1")
+        assert chosen.requests == recorded.requests[skip : skip + 1]
     with pytest.raises(ConfigError, match=r"expected 1 conversations .* found 0"):
-        agents_traces.choose([recorded], 1, 2000, 1, "0/1")
+        agents_traces.choose([recorded], 1, 2000, 0, 1, "0/1")
+    one, other = (agents_engine.to_turns(user, conversation) for user in ("2/1/0", "4/1/0"))
+    block = agents_traces.BLOCK_TOKENS
+    assert one[0][1][: 9 * block] == one[1][1][: 9 * block]
+    assert one[0][1][: 9 * block] != other[0][1][: 9 * block]
 
 
 def test_parts_are_published_beside_the_whole(tmp_path):
