@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safe_offload.commands.bench.engine import BenchOptions
 from safe_offload.commands.doctor.vllm_facts import MARK
 from tests import stopping
 from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks import agents_engine
 from tests.gpu import campaign, pictures, shapes
 from tests.gpu.campaign import STOP_S, ask_torch, read_log
 from tests.gpu.steps import (
@@ -42,6 +44,8 @@ def test_bad(): assert 40 + 2 == 43, "the answer"
 @pytest.mark.skip(reason="no cupy here")
 def test_left_out(): pass
 """
+SHORTER = {"users": ("--users", "2", "3", "--turns", "2", "--rounds", "1")}
+"""Than for a picture."""
 
 
 def python(name: str, code: str, estimate_s: float = 0.0, **options: Any) -> Step:
@@ -198,6 +202,7 @@ def test_vllm_can_make_every_shape_of_a_model(shape, tmp_path):
 )
 def test_a_step_on_the_cpu(step, tmp_path):
     """All of them in one run: `make gpu-campaign SMALL=1`."""
+    step = replace(step, small=(*step.small, *SHORTER.get(step.name, ())))
     found = verdicts_of([step], tmp_path, 3000.0, num_gpus=0, small=True)
     assert found == {step.name: "passed"}, read_log(tmp_path / step.name / campaign.LOG)[-3000:]
 
@@ -282,21 +287,28 @@ def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, 
 
 
 def test_pictures_have_every_engine_and_name_those_that_did_not_start(tmp_path):
-    machine = {"date": "2026-11-29 10:00 UTC"}
+    machine = {"date": "2026-11-29 10:00 UTC", "load_average_before": [3.0, 2.0, 1.0]}
+    tokens = {name: [100.0] for name in agents_engine.TOKENS} | {"requests": [4.0]}
     figures = {"second pass": [0.25, 0.5], "own hit": [0.125], "first token, mean": [1.0]}
-    samples = {engine: {**figures} for engine in ("none", "ours", "OC")}
+    samples = {engine: {**figures, **tokens} for engine in ("none", "ours", "OC")}
     part = {
         "samples": samples,
         "machine": machine,
+        "options": {"turns": 4, "rounds": 2, "num_gpu_blocks": 50, "block_size": 32},
         "requests_per_s": {one: [2.0] for one in samples},
     }
     steps = {"lengths-1000": part, "lengths-16000": part, "users-4": part, "llama-busy": part}
     files = [*pictures.draw(steps, "one GPU", tmp_path)]
     assert [file.name for file in files] == ["lengths.svg", "users.svg"]
     points = pictures.points_of(steps, "lengths")
-    assert pictures.line(points, "OC", "second pass") == ([1000, 16_000], [0.375, 0.375])
-    assert pictures.line(points, "SCO", "second pass") == ([], [])
+    ranges = ([0.125, 0.125], [0.125, 0.125])
+    found = pictures.line(points, "OC", "second pass")
+    assert found == ([1000, 16_000], [0.375, 0.375], ranges)
+    assert not pictures.line(points, "SCO", "second pass").numbers
     absent = "SimpleCPUOffloadConnector does not start"
+    where = "one GPU, load average 3; 2026-11-29; median and range of 2 rounds"
     for file in files:
-        for words in ("safe_offload", "OffloadingConnector", "one GPU; 2026-11-29", absent):
+        for words in ("safe_offload", "OffloadingConnector", where, absent):
             assert f">{words}<" in file.read_text()
+    sizes = "4 prompts of 75 tokens on average; the KV pool holds 1,600 tokens"
+    assert f">each user sends {sizes}<" in files[1].read_text()

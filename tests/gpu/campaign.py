@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.steps or step.name in arguments.steps:
             run([step], folder, end_s, len(gpus), small=arguments.small)
             (folder / REPORT).write_text(render(steps, folder, facts), encoding="utf-8")
-    where = ", ".join(gpus) or f"vLLM's CPU engine, {facts['CPU']}"
+    where = ", ".join(gpus) or f"tiny models on vLLM's CPU engine, {facts['CPU']}"
     print(*pictures.draw(read_figures(folder), where, folder), folder / REPORT, sep="\n")
     return int(any(verdict_of(folder, step).startswith("FAILED") for step in steps))
 

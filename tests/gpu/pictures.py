@@ -10,8 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tests.benchmarks.agents_engine import TOKENS
 from tests.benchmarks.connectors import PEERS
 
 COLOURS = {"none": "#7a7a7a", "OC": "#d1801f", "SCO": "#8a4fbf", "ours": "#0b6fb8"}
@@ -26,21 +27,31 @@ def points_of(steps: Mapping[str, Any], name: str) -> Points:
     return {int(key): parts[key] for key in sorted(filter(str.isdigit, parts), key=int)}
 
 
-def line(points: Points, engine: str, figure: str) -> tuple[list[int], list[float]]:
-    """Return where an engine has samples of a figure, and their medians."""
+class Line(NamedTuple):
+    numbers: list[int]  # where an engine has samples
+    medians: list[float]
+    ranges: tuple[list[float], list[float]]  # from the median down to the lowest, up to the highest
+
+
+def line(points: Points, engine: str, figure: str) -> Line:
+    """Return the samples of a figure."""
     samples = {x: part["samples"].get(engine, {}).get(figure) for x, part in points.items()}
-    found = {x: statistics.median(values) for x, values in samples.items() if values}
-    return [*found], [*found.values()]
+    found = {x: values for x, values in samples.items() if values}
+    medians = [statistics.median(values) for values in found.values()]
+    pairs = [*zip(medians, found.values(), strict=True)]
+    below, above = [m - min(v) for m, v in pairs], [max(v) - m for m, v in pairs]
+    return Line([*found], medians, (below, above))
 
 
 def draw_lengths(points: Points, where: str, file: Path) -> None:
     """Draw the time to first token of a prompt whose KV cache the GPU has evicted."""
     figure, (axes,) = _begin(1)
     for engine in COLOURS:
-        _draw(axes, engine, *line(points, engine, "second pass"))
-    axes.plot(*line(points, "ours", "own hit"), color="#7a7a7a", ls=":", label="vLLM's own hit")
+        _draw(axes, engine, line(points, engine, "second pass"))
+    axes.plot(*line(points, "ours", "own hit")[:2], color="#7a7a7a", ls=":", label="vLLM's own hit")
     axes.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="time to first token, s")
-    _end(figure, [axes], points, "A prompt comes back after vLLM has evicted it", where, file)
+    title = "A prompt comes back after vLLM has evicted it"
+    _end(figure, [axes], points, title, where, file)
 
 
 def draw_users(points: Points, where: str, file: Path) -> None:
@@ -52,9 +63,15 @@ def draw_users(points: Points, where: str, file: Path) -> None:
     rows = (("requests/s", "requests a second"), ("first token, mean", "mean TTFT, s"))
     for axes, (name, title) in zip(both, rows, strict=True):
         for engine in COLOURS:
-            _draw(axes, engine, *line(points, engine, name))
+            _draw(axes, engine, line(points, engine, name))
         axes.set(xscale="log", ylim=(0, None), xlabel="concurrent users", ylabel=title)
-    _end(figure, both, points, "Recorded coding agents", where, file)
+    last = next(reversed(points.values()))
+    given, (one, *_) = last["options"], last["samples"].values()
+    num_tokens = sum(sum(one[name]) for name in TOKENS) / sum(one["requests"])
+    num_pool_tokens = given["num_gpu_blocks"] * given["block_size"]
+    each = f"each user sends {given['turns']} prompts of {num_tokens:,.0f} tokens on average"
+    about = f"{each}; the KV pool holds {num_pool_tokens:,} tokens"
+    _end(figure, both, points, "Recorded coding agents", where, file, about)
 
 
 def _begin(number: int) -> tuple[Any, list[Any]]:
@@ -68,13 +85,20 @@ def _begin(number: int) -> tuple[Any, list[Any]]:
     return figure, [*figure.subplots(1, number, squeeze=False)[0]]
 
 
-def _draw(axes: Any, engine: str, numbers: list[int], values: list[float]) -> None:
-    if numbers:
-        axes.plot(numbers, values, color=COLOURS[engine], marker="o", ms=4, label=LABELS[engine])
+def _draw(axes: Any, engine: str, line: Line) -> None:
+    if line.numbers:
+        how = {"color": COLOURS[engine], "marker": "o", "ms": 4, "label": LABELS[engine]}
+        axes.errorbar(line.numbers, line.medians, line.ranges, capsize=3, **how)
 
 
 def _end(
-    figure: Any, every: Sequence[Any], points: Points, title: str, where: str, file: Path
+    figure: Any,
+    every: Sequence[Any],
+    points: Points,
+    title: str,
+    where: str,
+    file: Path,
+    *about: str,
 ) -> None:
     for axes in every:
         axes.set_xticks([*points], [f"{x // 1000}k" if x >= 1000 else str(x) for x in points])
@@ -83,9 +107,11 @@ def _end(
     every[0].legend(frameon=False)
     last = next(reversed(points.values()))
     absent = [f"{LABELS[name]} does not start" for name in COLOURS if name not in last["samples"]]
-    about = [f"{where}; {last['machine']['date'][:10]}", *absent]
+    machine = last["machine"]
+    there = f"{where}, load average {machine['load_average_before'][0]:.0f}"
+    when = f"{machine['date'][:10]}; median and range of {last['options']['rounds']} rounds"
     figure.suptitle(title, fontsize=12)
-    figure.supxlabel("\n".join(about), fontsize=8)
+    figure.supxlabel("\n".join([f"{there}; {when}", *about, *absent]), fontsize=8)
     figure.savefig(file, metadata={"Date": None})
 
 

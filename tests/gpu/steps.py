@@ -44,6 +44,12 @@ SMALL: tuple[str, ...] = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-byte
 LOADS = {"kv_connector": OURS, "kv_connector_extra_config": {"min_load_tokens": 0}}
 """A tiny model on a CPU computes as fast as it loads; a hit is to be loaded all the same."""
 SMALL += ("--kv-transfer-config", json.dumps(LOADS))
+SMALL_USERS = (
+    *("--users", "1", "2", "4", "8", "--turns", "4", "--skip", "20", "--scale", "10"),
+    *("--prompt-tokens", "16000", "--cpu-bytes", "4GiB", "--rounds", "3"),
+    *("--kv-transfer-config", json.dumps({"kv_connector": OURS})),
+)
+"""Of the picture in docs/benchmarks: on a CPU, only contexts this long are faster to load."""
 ENGINES = ("none", "ours", "SCO", "OC")
 SMOKE = ("test_lane", "test_order")
 """Tests of a GPU that come first: whether copies and their order are right at all."""
@@ -120,6 +126,7 @@ def more_steps(python: str) -> list[Step]:
     up_to_64k = ("--prompt-tokens", "64000", "--lengths", *(str(1000 << n) for n in range(7)))
     how: dict[str, Any] = {"only": ENGINES, "gpu_only": QUICK | AGENTS_POOL}
     lengths = connectors("lengths", 240, "return", "llama", *up_to_64k, **how)
+    users = make.agents("users", 420, (2, 4, 8, 16, 32), 4, "--seconds", "20", turns=3)
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
     return [
         make.bench(
@@ -128,7 +135,7 @@ def more_steps(python: str) -> list[Step]:
             small=("--logs", "{folder}", *SMALL),
         ),
         replace(lengths, small=(*lengths.small, "--lengths", "300", "600")),
-        make.agents("users", 420, (2, 4, 8, 16, 32), 4, "--seconds", "20", turns=3),
+        replace(users, small=(*users.small, *SMALL_USERS)),
         connectors("tiers", 90, "tiers", "llama", "--cpu-bytes", "2GiB", gpu_only=QUICK),
         *(make.tests(f.stem, 120, f) for f in find_gpu_tests() if f.stem not in SMOKE),
         connectors("compiled", 150, "return", "llama"),
