@@ -1,9 +1,9 @@
 """The breakages in `catalogue.txt`: what is taken out, which promise then breaks, who notices.
 
-A paragraph each: its name; the promise, whose checker must catch it (docs/guarantees.md), in which
-profiles of the simulator, tried in turn, or by which tests; the function that is changed, and its
-file below `safe_offload/`. Lines with a minus say once in the function what is changed (see
-`anchors`), those with a plus stand in its place.
+A paragraph each: its name; in one line, so that `grep` finds all of it, the promise, whose checker
+must catch it (docs/guarantees.md), in which profiles of the simulator, tried in turn, or by which
+tests; the function that is changed, and its file below `safe_offload/`. Lines with a minus say once
+in the function what is changed (see `anchors`), those with a plus stand in its place.
 """
 
 import re
@@ -32,8 +32,7 @@ class Mutant:
 def _read(paragraph: str) -> Mutant:
     name, *lines = paragraph.splitlines()
     code = {mark: [t[4:] for t in lines if t.startswith(f"  {mark} ")] for mark in "-+"}
-    where = " ".join(line.strip() for line in lines if line.startswith("    "))
-    found = _WHERE.fullmatch(where)
+    found = _WHERE.fullmatch(lines[0].strip())
     if found is None:
         raise ValueError(f"{name}: expected a promise, who notices, a function and its file")
     file, _, names = found["who"].partition(" -k ")
