@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from safe_offload.protocol import StepReport
-from safe_offload.scheduler.cache.events import Origins, make_events
+from safe_offload.scheduler.cache.events import make_events
 from safe_offload.scheduler.requests import RequestState
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.engine_core import random_prompt
-from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
+from tests.simulator.peers import SIMPLE, PeerEngine, peer_shape
 from tests.simulator.vllm_setup import OURS
 
 Record = dict[str, Any]
@@ -113,23 +112,6 @@ def test_what_is_evicted_is_told_as_vllms_own_connector_tells_it():
     assert {key: gone[key] for key in both} == {key: theirs_gone[key] for key in both}
 
 
-def test_parts_of_blocks_are_told_with_their_own_tokens(make_rig):
-    """vLLM finds the block that a prompt ends in by its first tokens, in steps of one hash."""
-    rig = make_rig(
-        groups=("full@16", "mamba@16"), num_blocks=40, prefix_match_unit=4, has_events=True
-    )
-    rig.start()
-    seen = see_events(rig)
-    prompt = rig.prompt(44, 1)
-    rig.run_alone("a", prompt, max_tokens=1)
-    sizes = {event.block_size for event in seen}
-    assert sizes == {4, 16}
-    for record in by_block(seen).values():
-        assert len(record["tokens"]) == record["block_size"]
-    parts = [e.token_ids for e in seen if isinstance(e, BlockStored) and e.block_size == 4]
-    assert all(tokens in [prompt[end - 4 : end] for end in range(4, 48, 4)] for tokens in parts)
-
-
 def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig):
     """What vLLM's block pool publishes when it caches the same blocks of the same request."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -173,15 +155,6 @@ def filled(make_rig: MakeRig, **shape: Any) -> tuple[Rig, list[Any]]:
     assert len(hashes(seen, BlockStored)) == 5
     assert not hashes(seen, BlockRemoved)
     return rig, seen
-
-
-def test_a_prompt_is_one_event(make_rig):
-    _, seen = filled(make_rig)
-    (event,) = seen
-    assert event.parent_block_hash is None
-    assert event.token_ids == random_prompt(20, 1)
-    assert (event.medium, event.locality, event.group_idx) == ("CPU", "LOCAL", 0)
-    assert (event.kv_cache_spec_kind, event.block_size) == ("full_attention", 4)
 
 
 def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig):
@@ -237,103 +210,3 @@ def test_without_kv_events_nothing_is_made(make_rig):
     rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
     assert rig.planner.hits.directory.events is None
     assert rig.connector.take_events() == ()
-
-
-# ---- under MultiConnector ----------------------------------------------------------------------
-
-
-class OursOfTwo(SafeWorker):
-    """For the first of two connectors under MultiConnector."""
-
-    def step(self, plan: Any) -> tuple[set[str], Any]:
-        """See `StandInWorker`."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-            MultiKVConnectorWorkerMetadata,
-        )
-
-        received, report = super().step(plan.metadata[0])
-        assert report is None or isinstance(report, StepReport)
-        return received, MultiKVConnectorWorkerMetadata((report, None)) if report else None
-
-
-def test_multi_connector_passes_our_events_on(monkeypatch):
-    """And ours only: the other connector, which is one of ours too, is off."""
-    children = [
-        {"kv_connector": OURS, "kv_connector_extra_config": {"num_cpu_blocks": slots}}
-        for slots in (200, 201)
-    ]
-    monkeypatch.setattr(
-        "tests.simulator.peers.make_worker", lambda shape, copy_steps: OursOfTwo(copy_steps, 200)
-    )
-    shape = peer_shape("MultiConnector", num_blocks=200, has_events=True)
-    engine = PeerEngine(replace(shape, extra={"connectors": children}), tokens=lambda *_: 1)
-    seen = see_events(engine)
-    for name, num_tokens in (("start", 2), ("first", 20)):
-        engine.send(name, random_prompt(num_tokens, 1), 1)
-        engine.drain()
-    assert len(hashes(seen, BlockStored)) == 5
-
-
-# ---- where tokens come from --------------------------------------------------------------------
-
-
-class FakeRequest:
-    """What `Origins` reads of a request, and of its state."""
-
-    mm_features: Sequence[Any] = ()
-    prompt_embeds = None
-    num_learned: int | None = None
-
-    def __init__(self, names: str) -> None:
-        self.request: Any = self
-        self.block_hashes = [name.encode() for name in names]
-
-
-def places(origins: Origins, names: str, *owners: Any) -> list[Any]:
-    return origins.find([name.encode() for name in names], owners)
-
-
-def test_a_hash_is_found_in_a_request_that_grows_until_it_ends():
-    origins, request = Origins(num_kept=0), FakeRequest("ab")
-    origins.add(request)
-    assert places(origins, "ba", request) == [(request, 1), (request, 0)]
-    request.block_hashes.append(b"c")
-    assert places(origins, "cx") == [None, None]
-    assert places(origins, "cx", request) == [(request, 2), None]
-    origins.end(request)
-    origins.end(request)
-    assert places(origins, "abc") == [None] * 3
-
-
-def test_a_hash_that_two_requests_share_stays_with_the_other():
-    origins, first, second = Origins(num_kept=0), FakeRequest("ab"), FakeRequest("ab")
-    origins.add(first)
-    origins.add(second)
-    assert places(origins, "b", first, second) == [(second, 1)]
-    origins.end(second)
-    assert places(origins, "b", first) == [(first, 1)]
-
-
-def test_requests_that_have_ended_are_kept_up_to_a_bound():
-    origins = Origins(num_kept=4)
-    requests = [FakeRequest(names) for names in ("ab", "cd", "ef")]
-    for request in requests:
-        origins.add(request)
-        origins.end(request)
-    assert places(origins, "ace") == [None, (requests[1], 0), (requests[2], 0)]
-
-
-def test_a_request_with_images_is_not_kept():
-    origins, request = Origins(num_kept=4), FakeRequest("ab")
-    request.mm_features = ["an image"]
-    origins.add(request)
-    origins.end(request)
-    assert places(origins, "a") == [None]
-
-
-def test_a_hash_that_its_request_has_lost_is_not_found():
-    origins, request = Origins(num_kept=0), FakeRequest("ab")
-    origins.add(request)
-    assert places(origins, "b", request) == [(request, 1)]
-    request.block_hashes = [b"a", b"x"]
-    assert places(origins, "bx", request) == [None, (request, 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from itertools import pairwise
 
 import pytest
 
@@ -38,13 +37,6 @@ def test_the_estimate_is_within_three_hundredths_of_a_replay(name):
         assert rate == pytest.approx(expected, abs=0.03), size
 
 
-def test_the_same_prompts_give_the_same_estimate_and_more_memory_no_fewer_hits():
-    prompts = hashed(make_trace("documents", 300))
-    rates = curve_of(prompts, 4000).rates()
-    assert rates == curve_of(prompts, 4000).rates()
-    assert all(fewer <= more + 0.01 for fewer, more in pairwise(rates.values()))
-
-
 def test_what_never_comes_back_is_never_hit_and_takes_bounded_memory():
     curve, sizes = HitCurve(2000), []
     for number in range(60):
@@ -68,12 +60,6 @@ def test_what_was_asked_long_ago_counts_less(monkeypatch):
     once = [[hashlib.sha256(b"%d %d" % (n, i)).digest() for i in range(100)] for n in range(100)]
     assert curve_of([*once, *[again] * 100], 1000).rates()["estimated_hits_present"] > 0.95
     assert curve_of([*[again] * 100, *once], 1000).rates()["estimated_hits_present"] < 0.05
-
-
-def test_no_prompt_and_no_block_are_no_hit():
-    curve = HitCurve(1)
-    curve.see([])
-    assert set(curve.rates().values()) == {0.0}
 
 
 def test_a_planner_that_estimates_tells_it_and_others_do_not(make_rig):

@@ -1,7 +1,6 @@
-"""What routers make of our events, as vLLM publishes them with what docs/guides/kv-events.md says.
+"""What Dynamo's own indexer makes of our events, with what docs/guides/kv-events.md says.
 
-Dynamo's own indexer is started (`make servers`). llm-d's is a program in Go; here its decoder and
-its index are written down from its source.
+It is started where it is installed (`make servers`).
 """
 
 import contextlib
@@ -15,9 +14,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import pytest
 import zmq
 from vllm.config.kv_events import KVEventsConfig
@@ -34,13 +32,6 @@ PROMPT_TOKENS = 5 * BLOCK_TOKENS
 WAIT_S = 600.0
 PORTS_TRIED_MAX = 20
 """Another process may take a port that was free a moment ago."""
-
-
-class Router(Protocol):
-    """A router that has joined."""
-
-    def find(self, tokens: list[int]) -> tuple[int, int]:
-        """Return how many leading tokens the engine has on the GPU, and there or on the host."""
 
 
 def recipe(router: str) -> dict[str, Any]:
@@ -148,112 +139,17 @@ def dynamo(rig: Rig, folder: Path) -> Iterator[Dynamo]:
         yield router
 
 
-# ---- llm-d -------------------------------------------------------------------------------------
+# ---- what it knows -----------------------------------------------------------------------------
 
 
-class LlmD:
-    """Written from llm-d-kv-cache 0.9 (github.com/llm-d/llm-d-kv-cache).
-
-    Frames and topic: pkg/kvevents/zmq_subscriber.go, runSubscriber; engineadapter/common.go,
-    parseTopic. Events as maps: engineadapter/vllm_adapter.go (pull request 661). What becomes of
-    them: pkg/kvevents/pool.go, processEventBatch; pkg/kvcache/kvblock/in_memory.go.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.subscribe("kv@")  # its default topicFilter
-        self._socket.connect(endpoint)
-        self._key_of: dict[int, Any] = {}
-        self._where: dict[Any, set[tuple[str, str, int]]] = {}
-        self.num_messages = 0
-        self.num_orphans = 0
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-    def read(self) -> bool:
-        """Take what has come; returns whether anything ever has."""
-        while self._socket.poll(50):
-            topic, number, payload = self._socket.recv_multipart()
-            assert len(number) == 8
-            kind, pod, model = topic.decode().split("@")
-            assert (kind, pod, model) == ("kv", POD, MODEL)
-            _, events, _ = msgspec.msgpack.decode(payload)
-            self.num_messages += 1
-            for event in events:
-                getattr(self, f"_{event['type']}")(pod, **event)
-        return self.num_messages > 0
-
-    def _BlockStored(
-        self,
-        pod: str,
-        block_hashes: list[int],
-        parent_block_hash: int | None,
-        token_ids: list[int],
-        block_size: int,
-        medium: str,
-        group_idx: int,
-        **_: Any,
-    ) -> None:
-        parent = None
-        if parent_block_hash is not None:
-            if parent_block_hash not in self._key_of:
-                self.num_orphans += 1
-                return
-            parent = self._key_of[parent_block_hash]
-        for i, block_hash in enumerate(block_hashes):
-            parent = parent, tuple(token_ids[i * block_size : (i + 1) * block_size])
-            self._key_of[block_hash] = parent
-            self._where.setdefault(parent, set()).add((pod, medium.lower(), group_idx))
-
-    def _BlockRemoved(
-        self, pod: str, block_hashes: list[int], medium: str, group_idx: int, **_: Any
-    ) -> None:
-        for block_hash in block_hashes:
-            if block_hash in self._key_of:
-                entries = self._where[self._key_of[block_hash]]
-                entries.discard((pod, medium.lower(), group_idx))
-                if not entries:
-                    del self._key_of[block_hash]
-
-    def _AllBlocksCleared(self, pod: str, **_: Any) -> None:
-        self._key_of.clear()
-        self._where.clear()
-
-    def find(self, tokens: list[int]) -> tuple[int, int]:
-        self.read()
-        num_gpu = num_any = 0
-        key: Any = None
-        for i in range(0, len(tokens), BLOCK_TOKENS):
-            key = key, tuple(tokens[i : i + BLOCK_TOKENS])
-            media = {medium for _, medium, _ in self._where.get(key, ())}
-            if not media:
-                break
-            num_any += BLOCK_TOKENS
-            num_gpu += BLOCK_TOKENS if "gpu" in media and num_gpu == i else 0
-        return num_gpu, num_any
+@pytest.mark.parametrize("router", ["Dynamo", "llm-d"])
+def test_vllm_takes_the_configuration_of_each_recipe(router):
+    assert KVEventsConfig(**recipe(router)).enable_kv_cache_events
 
 
-@contextlib.contextmanager
-def llm_d(rig: Rig, folder: Path) -> Iterator[LlmD]:
-    with published(rig, recipe("llm-d")) as (endpoint, _):
-        router = LlmD(endpoint)
-        try:
-            wait_for(router.read, rig)
-            yield router
-        finally:
-            router.close()
-
-
-# ---- both --------------------------------------------------------------------------------------
-
-ROUTERS = pytest.mark.parametrize("join", [dynamo, llm_d], ids=lambda join: join.__name__)
-
-
-@ROUTERS
-def test_a_prompt_that_the_gpu_has_lost_is_known_to_be_on_the_host(make_rig, tmp_path, join):
+def test_a_prompt_that_the_gpu_has_lost_is_known_to_be_on_the_host(make_rig, tmp_path):
     rig = make_rig(has_events=True, num_blocks=9)
-    with join(rig, tmp_path) as router:
+    with dynamo(rig, tmp_path) as router:
         rig.start()
         first, second = (rig.prompt(PROMPT_TOKENS, seed) for seed in (1, 2))
         rig.run_alone("a", first, max_tokens=1)
@@ -266,23 +162,9 @@ def test_a_prompt_that_the_gpu_has_lost_is_known_to_be_on_the_host(make_rig, tmp
         assert rig.run_alone("c", first, max_tokens=1) > 0, "so it is"
 
 
-@ROUTERS
-def test_what_the_host_has_evicted_too_is_not_expected_there(make_rig, tmp_path, join):
-    rig = make_rig(has_events=True, num_blocks=9, num_slots=7)
-    with join(rig, tmp_path) as router:
-        rig.start()
-        prompts = [rig.prompt(PROMPT_TOKENS, seed) for seed in range(1, 4)]
-        for prompt in prompts:
-            rig.run_alone(f"of {prompt[0]}", prompt, max_tokens=1)
-        last = (PROMPT_TOKENS, PROMPT_TOKENS)
-        wait_for(lambda: router.find(prompts[-1]) == last, rig)
-        wait_for(lambda: router.find(prompts[0]) == (0, 0), rig)
-
-
-@ROUTERS
-def test_after_a_reset_of_both_caches_nothing_is_expected(make_rig, tmp_path, join):
+def test_after_a_reset_of_both_caches_nothing_is_expected(make_rig, tmp_path):
     rig = make_rig(has_events=True)
-    with join(rig, tmp_path) as router:
+    with dynamo(rig, tmp_path) as router:
         rig.start()
         prompt = rig.prompt(PROMPT_TOKENS, 1)
         rig.run_alone("a", prompt, max_tokens=1)
@@ -292,11 +174,10 @@ def test_after_a_reset_of_both_caches_nothing_is_expected(make_rig, tmp_path, jo
         wait_for(lambda: router.find(prompt) == (0, 0), rig)
 
 
-@ROUTERS
-def test_lazy_stores_come_last_block_first_and_are_known(make_rig, tmp_path, join):
+def test_lazy_stores_come_last_block_first_and_are_known(make_rig, tmp_path):
     """vLLM evicts the end of a prompt first, so children are stored before their parents."""
     rig = make_rig(has_events=True, num_blocks=9, extra={"lazy_offload": True})
-    with join(rig, tmp_path) as router:
+    with dynamo(rig, tmp_path) as router:
         rig.start()
         first = rig.prompt(PROMPT_TOKENS, 1)
         rig.run_alone("a", first, max_tokens=1)

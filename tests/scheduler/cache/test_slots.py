@@ -45,11 +45,6 @@ def fill(pool: SlotPool, *names: str) -> list[int]:
 # ---- grants ------------------------------------------------------------------------------------
 
 
-def test_empty_slots_are_granted_from_the_first_on():
-    pool = pool_of(6)
-    assert [pool.grant(2), pool.grant(3), pool.grant(1)] == [[0, 1], [2, 3, 4], [5]]
-
-
 def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     pool = pool_of(5)
     pool.release(fill(pool, "a", "b", "c"))
@@ -61,29 +56,7 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
 
 
-def test_a_grant_may_be_of_slots_that_were_released_and_of_new_ones():
-    pool = pool_of(6, num_usable=3)
-    first = pool.grant(2)
-    pool.open(6)
-    rest = pool.grant(3)
-    assert (first, rest) == ([0, 1], [2, 3, 4])
-    pool.check_invariants([first, rest])
-
-
 # ---- leases ------------------------------------------------------------------------------------
-
-
-def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased():
-    pool = pool_of(3)
-    pool.release(fill(pool, "a", "b", "c"))
-    pool.lease([0, 1])
-    pool.lease([0])
-    pool.lease([0])
-    pool.release([0, 1, 0])
-    pool.check_invariants([[0]])
-    pool.lease([0])
-    pool.release([0, 0])
-    pool.check_invariants([])
 
 
 @pytest.mark.parametrize("slots", [[2], [0, 2], [2, 0]])
@@ -95,66 +68,7 @@ def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots):
     pool.check_invariants([[0, 1], [0, 1]])
 
 
-def test_what_holds_nothing_is_empty_again_when_it_is_released():
-    pool = pool_of(4)
-    filled = fill(pool, "a")
-    unfilled = pool.grant(2)
-    pool.release(filled + unfilled)
-    pool.check_invariants([])
-    assert pool.grant(3) == [1, 2, 3], "in the order of the prefix, and before what is filled"
-
-
-# ---- what they hold ----------------------------------------------------------------------------
-
-
-def test_what_is_forgotten_while_it_is_leased_stays_leased():
-    pool = pool_of(3)
-    slots = fill(pool, "a", "b")
-    version, num_forgets = pool.directory.version, pool.directory.num_forgets
-    pool.forget([0, 2])
-    assert pool.directory.version > version
-    assert pool.directory.num_forgets > num_forgets
-    assert pool.directory.find(0, b"a") is None
-    assert pool.directory.find(0, b"b") == 1
-    pool.check_invariants([slots])
-    pool.release(slots)
-    pool.check_invariants([])
-    assert pool.grant(2) == [0, 2], "one that holds nothing is empty"
-
-
 # ---- bad memory, and errors --------------------------------------------------------------------
-
-
-def test_a_retired_slot_is_never_granted_again():
-    pool = pool_of(6)
-    leased, evictable = fill(pool, "a"), fill(pool, "b")
-    pool.release(evictable)
-    assert pool.retire([0, 1, 2, 2, 99, -1]) == [0, 1, 2]
-    assert pool.retire([0, 5]) == [5]
-    assert pool.num_retired == 4
-    assert pool.directory.find(0, b"b") == 1, "until somebody forgets it"
-    pool.forget([0, 1, 2])
-    pool.check_invariants([leased])
-    pool.release(leased)
-    assert pool.grant(6) == [3, 4]
-    pool.check_invariants([[3, 4]])
-
-
-def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_stores():
-    pool = pool_of(6)
-    kept, gone = fill(pool, "a"), fill(pool, "b")
-    storing, lost = pool.grant(1), pool.grant(1)
-    pool.directory.begin_store(storing, 0, hashes_of("c"), {b"c": [Key(0, b"c2")]})
-    pool.directory.begin_store(lost, 0, hashes_of("d"), {})
-    pool.retire([5])
-    pool.lease(kept)
-    pool.mend([kept, kept, storing])
-    pool.check_invariants([kept, kept, storing])
-    assert pool.directory.kept() == {kept[0]: Key(0, b"a"), gone[0]: Key(0, b"b")}
-    assert pool.directory.tables[0].keys() == {b"a", b"b", b"c"}
-    pool.directory.publish(storing)
-    assert pool.directory.find(0, b"c") == storing[0]
-    assert sorted(pool.grant(6)) == sorted([*gone, *lost, 4])
 
 
 class FailingAfter(dict[bytes, int]):
@@ -180,16 +94,6 @@ def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(n
     pool.check_invariants([])
     assert pool.num_free == 6
     assert not pool.directory.tables[0]
-
-
-def test_a_grant_whose_taker_was_lost_is_free_when_mended():
-    pool = pool_of(4)
-    pool.release(fill(pool, "a", "b", "c", "d"))
-    pool.grant(3)
-    pool.mend([])
-    pool.check_invariants([])
-    assert pool.directory.find(0, b"a") == 0
-    assert pool.num_free == 4
 
 
 @pytest.mark.parametrize(
@@ -233,15 +137,6 @@ def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age():
     assert counters[Count.EVICTED_BLOCKS_HIT] == 1
     assert counters[Count.EVICTED_BLOCKS_UNHIT] == 1
     assert counters[Count.EVICTED_AGE_SECONDS] == 2 * 7
-
-
-def test_the_statistics_tell_what_each_slot_is():
-    pool = pool_of(9, num_usable=8)
-    pool.release(fill(pool, "a", "b", "c"))
-    pool.grant(1)
-    pool.retire([7])
-    assert (pool.num_usable, pool.num_empty, pool.num_leased, pool.num_retired) == (8, 3, 1, 1)
-    assert pool.num_free == 6
 
 
 # ---- against a model ---------------------------------------------------------------------------

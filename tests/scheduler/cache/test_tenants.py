@@ -86,27 +86,6 @@ def test_leased_slots_are_not_taken_and_others_shares_neither():
     assert held(pool) == [60, 20, 20]
 
 
-def test_who_may_take_nothing_from_others_gives_up_his_own():
-    pool = pool_of(10, tenants_of(50, a=50))
-    leased = take(pool, "other", 4)
-    fill(pool, "a", 5)
-    oldest = fill(pool, "other", 1)
-    assert take(pool, "other", 3) == oldest
-    pool.release(leased)
-
-
-def test_a_grant_takes_as_many_as_it_was_said_to():
-    pool = pool_of(100, tenants_of(10, a=30, b=20))
-    fill(pool, "other", 60)
-    leased = take(pool, "a", 35)
-    for salt, count in {"other": 65, "a": 55, "b": 55}.items():
-        assert pool.num_grantable(salt) == count, salt
-        assert pool.num_free == 65
-    pieces = [len(take(pool, "b", 11)) for _ in range(6)]
-    assert pieces == [11, 11, 11, 11, 11, 0]
-    pool.release(leased)
-
-
 @pytest.mark.parametrize("policy", ["lru", "returns"])
 def test_of_each_tenants_slots_its_policy_says_which_go(policy):
     pool = pool_of(10, tenants_of(0, a=50), policy)
@@ -117,22 +96,6 @@ def test_of_each_tenants_slots_its_policy_says_which_go(policy):
     pool.set_time(100.0)
     pool.release(first[:2])
     assert sorted(take(pool, "a", 3)) == sorted(first[2:])
-
-
-def test_an_empty_slot_is_nobodys():
-    pool = pool_of(10, tenants_of(0, a=50))
-    slots = fill(pool, "a", 4)
-    leased = take(pool, "a", 2)
-    pool.forget([slots[0], leased[0]])
-    assert held(pool) == [0, 5], "one is leased still"
-    pool.release(leased)
-    pool.check_invariants(())
-    assert held(pool) == [0, 4]
-    pool.retire([slots[1]])
-    assert held(pool) == [0, 3]
-    assert pool.quotas.policy.guaranteed == [0, 4], "of the nine that are left"
-    pool.forget_all()
-    assert held(pool) == [0, 0]
 
 
 def test_other_tenants_keep_the_slots_of_their_labels_and_the_order_of_these():

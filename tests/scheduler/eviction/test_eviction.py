@@ -66,23 +66,6 @@ def test_age_counts_from_the_last_release(policy):
     assert policy.take_age_s() == 0.0, "it has been taken"
 
 
-def test_what_is_forgotten_or_leased_has_no_age(policy):
-    policy.release([0, 1, 2], 0.0)
-    policy.forget([0])
-    policy.lease([1])
-    assert policy.evict(3, 7.0) == [2]
-    assert policy.take_age_s() == 7.0
-
-
-def test_age_survives_the_sweep(policy):
-    policy.release([20, 21], 0.0)
-    for _ in range(50):
-        policy.release([0, 1, 2], 1.0)
-        policy.lease([0, 1, 2])
-    assert policy.evict(2, 1.0) == [20, 21]
-    assert policy.take_age_s() == 2.0
-
-
 # ---- what is read for a spill ------------------------------------------------------------------
 
 

@@ -95,24 +95,15 @@ def _chat(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
         heapq.heappush(due, (time + gap, user))
 
 
-def _documents(keys: _Keys, num_prompts: int, num_phases: int) -> Iterator[Prompt]:
+def _documents(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
     system = keys.fresh(4)
     documents = [
         system + keys.fresh(keys.length(24, 0.6, 128)) for _ in range(max(8, num_prompts // 8))
     ]
     draw = _Zipf(keys.random, len(documents), 0.9)
-    for phase in range(num_phases):
-        keys.random.shuffle(documents)
-        for _ in range(num_prompts * phase // num_phases, num_prompts * (phase + 1) // num_phases):
-            yield documents[draw()] + keys.fresh(keys.geometric(2))
-
-
-def _rag(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    return _documents(keys, num_prompts, 1)
-
-
-def _rag_drift(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    return _documents(keys, num_prompts, 6)
+    keys.random.shuffle(documents)
+    for _ in range(num_prompts):
+        yield documents[draw()] + keys.fresh(keys.geometric(2))
 
 
 def _agents(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
@@ -125,13 +116,6 @@ def _agents(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
         yield agents[index]
         if keys.random.random() < 1 / 20:
             agents[index] = list(system)
-
-
-def _uniform(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    """Short prompts and many: a few long ones would make the figures a matter of luck."""
-    prompts = [keys.fresh(keys.length(3, 0.4, 8)) for _ in range(max(4, num_prompts))]
-    for _ in range(num_prompts * 12):
-        yield keys.random.choice(prompts)
 
 
 def _mooncake(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
@@ -166,11 +150,9 @@ GENERATORS: dict[str, tuple[str, Generator]] = {
         _one_off,
     ),
     "chat": ("many users, conversations of 7 turns, one system prompt", _chat),
-    "documents": ("documents of Zipf popularity as prefixes", _rag),
-    "drift": ("the same, popularity drawn anew five times", _rag_drift),
+    "documents": ("documents of Zipf popularity as prefixes", _documents),
     "agents": ("24 agents whose contexts grow step by step", _agents),
     "mooncake": ("conversations and tool calls, shaped after Mooncake's traces", _mooncake),
-    "uniform": ("a prompt at random", _uniform),
 }
 
 
