@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_offload.scheduler.loads import cost
 from safe_offload.scheduler.loads.cost import (
     FAR,
     GAUGES_EVERY_MAX,
     KEPT_SAMPLES,
     PROBE_EVERY,
-    PROBE_REACH,
     REFRESH_EVERY_MAX,
     SAMPLES_MIN,
     WAIT_SLACK_S,
@@ -27,13 +24,8 @@ from safe_offload.scheduler.loads.cost import (
     TierCosts,
     pays_in_step,
 )
-from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, Sizes, make_engine, serve
-from tests.benchmarks.scheduler_measure import COPY_STEPS
-from tests.benchmarks.scheduler_probe import Counts, HookCounter
-from tests.benchmarks.scheduler_traces import Trace, make_trace
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.vllm_setup import OURS
 
 STEP_TOKENS = 2048
 STEP_S, TOKEN_S = 0.004, 20e-6
@@ -80,40 +72,12 @@ def test_a_hit_is_offered_from_where_loading_is_faster(num_tokens, pays):
     assert measured().pays(Offer(num_tokens, 20)) == pays
 
 
-MEASURED_MS = {
-    32: (7.1, 9.2, 5.0),
-    128: (7.3, 10.3, 5.1),
-    256: (6.1, 8.2, 4.1),
-    1024: (12.8, 8.0, 4.6),
-    4096: (92, 9.0, 5.3),
-}
-"""Time to first token of a real CPU engine by prompt: computed, from the host, from the GPU."""
-
-
-def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine():
-    costs = Costs(None, 8192)
-    for num_tokens, (computed_ms, loaded_ms, on_gpu_ms) in MEASURED_MS.items():
-        for _ in range(SAMPLES_MIN):
-            costs.steps.add(1, 0.002)
-            costs.steps.add(num_tokens + 1, 0.002 + (computed_ms - on_gpu_ms) / 1000)
-            costs.loads.add(num_tokens, (loaded_ms - on_gpu_ms) / 1000)
-    for num_tokens, (computed_ms, loaded_ms, _) in MEASURED_MS.items():
-        chosen_ms = loaded_ms if costs.pays(Offer(num_tokens, 1)) else computed_ms
-        assert chosen_ms <= 1.05 * min(computed_ms, loaded_ms), num_tokens
-
-
 def test_before_anything_was_measured_every_hit_is_offered():
     costs = Costs(None, STEP_TOKENS)
     assert costs.pays(Offer(1, 1))
     for _ in range(SAMPLES_MIN):
         costs.loads.add(16, 1.0)
         assert costs.pays(Offer(1, 1)), "no step was measured"
-
-
-def test_a_number_overrules_what_was_measured():
-    assert measured(min_load_tokens=0).pays(Offer(1, 1))
-    assert measured(min_load_tokens=100).pays(Offer(100, 1))
-    assert not measured(min_load_tokens=100).pays(Offer(99, 1))
 
 
 def test_a_load_under_way_costs_what_is_left_of_it():
@@ -150,18 +114,6 @@ def test_what_is_refused_is_tried_now_and_then():
     costs = measured()
     answers = [costs.pays(Offer(32, 20)) for _ in range(3 * PROBE_EVERY)]
     assert sum(answers) == 3
-
-
-def test_a_hit_that_barely_pays_is_computed_now_and_then():
-    costs = measured()
-    assert PROBE_REACH > costs.compute_s(Offer(256, 20)) / costs.load_s(Offer(256, 20)) > 1
-    answers = [costs.pays(Offer(256, 20)) for _ in range(3 * PROBE_EVERY)]
-    assert answers.count(False) == 3
-
-
-def test_a_hit_that_pays_well_is_always_loaded():
-    costs = measured()
-    assert all(costs.pays(Offer(2000, 20)) for _ in range(3 * PROBE_EVERY))
 
 
 def test_who_waits_for_a_load_is_not_made_to_compute_for_a_measurement():
@@ -201,23 +153,6 @@ def test_what_others_generate_is_computed_in_any_case():
     assert costs.pays(Offer(32, 1))
 
 
-def test_what_is_measured_anew_replaces_what_was():
-    costs = measured()
-    assert not costs.pays(Offer(128, 20))
-    for _ in range(KEPT_SAMPLES):
-        for size in (1, 40, 128):
-            costs.loads.add(size, 0.0001)
-    assert costs.pays(Offer(128, 20))
-
-
-def test_one_slow_step_decides_nothing():
-    costs = measured()
-    costs.steps.add(148, 30.0)
-    for _ in range(2):
-        costs.steps.add(148, STEP_S + 148 * TOKEN_S)
-    assert not costs.pays(Offer(128, 20))
-
-
 def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded():
     costs = Costs(None, STEP_TOKENS)
     for _ in range(SAMPLES_MIN):
@@ -255,22 +190,12 @@ def test_what_was_never_computed_is_counted_as_the_largest_step_that_was():
     assert costs.saved_s(Offer(2000, 20)) == pytest.approx(980 * TOKEN_S, rel=0.01)
 
 
-def test_without_a_measured_step_nothing_was_saved():
-    assert Costs(None, STEP_TOKENS).saved_s(Offer(2000, 20)) == 0
-
-
 def test_the_speed_of_steps_much_smaller_than_loads_is_not_shown():
     costs = after_a_warm_restart()
     assert costs.gauges()["compute_tokens_per_second"] == 0
     for _ in range(GAUGES_EVERY_MAX):
         costs.steps.add(2000 // FAR, STEP_S + 2000 // FAR * TOKEN_S)
     assert costs.gauges()["compute_tokens_per_second"] == round(500 / (STEP_S + 500 * TOKEN_S))
-
-
-def test_the_speed_of_whole_steps_is_shown_however_large_loads_are():
-    costs = measured()
-    costs.loads.add(100 * STEP_TOKENS, 1.0)
-    assert costs.gauges()["compute_tokens_per_second"] > 0
 
 
 def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_is_a_hit():
@@ -318,15 +243,6 @@ def test_a_tier_that_stalls_makes_no_request_a_tenth_later(num_tokens, share, lo
     assert wait_s >= 0.05 * costs.compute_s(offer)
 
 
-def test_one_step_tells_how_long_to_wait_for_a_tier():
-    costs = Costs(None, STEP_TOKENS)
-    assert TierCosts(costs, 1).wait_max_s(Offer(1000, 20), 0.0) is None
-    costs.steps.add(500, 0.5)
-    wait_s = TierCosts(costs, 1).wait_max_s(Offer(1000, 0), 0.0)
-    assert wait_s is not None
-    assert 0.05 <= wait_s <= 0.1 + WAIT_SLACK_S
-
-
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 20), (3, 40, 41), (1, 2, 4, 9)])
 def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes):
     """Steps of few tokens take equally long, which says nothing of one of thousands."""
@@ -336,15 +252,6 @@ def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes):
     wait_s = TierCosts(costs, 1).wait_max_s(Offer(16_000, 20), 0.0)
     assert wait_s is not None
     assert wait_s >= WAIT_SLACK_S + 0.05 * (16_000 * TOKEN_S)
-
-
-def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched():
-    costs = Costs(None, STEP_TOKENS)
-    tiers = TierCosts(costs, 1)
-    tiers.add_fetch(1, 10, 5.0)
-    assert tiers.fetch_pays(Offer(160, 20), 10, 1)
-    costs.steps.add(180, 0.18)
-    assert not tiers.fetch_pays(Offer(160, 20), 10, 1)
 
 
 # ---- curves ------------------------------------------------------------------------------------
@@ -511,21 +418,6 @@ def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(make_ri
     rig.check_idle()
 
 
-def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig):
-    rig = make_stored(make_rig)
-    rig.hold_copies(True)
-    rig.add("again", rig.prompt(41, 1))
-    rig.planned_step()
-    (load,) = rig.planner.loads.ledger.in_flight.values()
-    began_s = load.sent_s
-    assert began_s is not None
-    rig.hold_copies(False)
-    rig.step_until(lambda: rig.scheduler.requests["again"].status.name == "RUNNING")
-    planned_s = rig.planner.steps.last_planned_s
-    assert rig.planner.costs.loads.points == [(40, pytest.approx(planned_s - began_s))]
-    rig.drain()
-
-
 def test_the_gauges_follow_what_is_measured():
     costs = Costs(None, STEP_TOKENS)
     assert set(costs.gauges().values()) == {0}
@@ -558,23 +450,6 @@ def test_a_number_of_tokens_decides_alone(make_rig, limit, num_hit_tokens):
     rig.check_idle()
 
 
-def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(make_rig):
-    rig = make_stored(make_rig, max_seqs=16)
-    for size in (1, 64):
-        for _ in range(KEPT_SAMPLES):
-            rig.planner.costs.steps.add(size, 0.1 * size)
-            rig.planner.costs.loads.add(size, 0.1)
-    rig.hold_copies(True)
-    rig.add("first", rig.prompt(41, 1))
-    rig.add("second", rig.prompt(41, 1))
-    rig.planned_step()
-    began_s = rig.clock.now_s
-    assert rig.planner.book.get("second").load.wait.load is not None
-    rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
-    assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
-    finish_both(rig)
-
-
 def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig):
     rig = make_stored(make_rig, max_seqs=16)
     rig.hold_copies(True)
@@ -587,32 +462,3 @@ def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig):
     assert rig.counts["shared_waits"] == 0
     finish_both(rig)
     assert rig.counts["loaded_blocks"] == 40 // BLOCK_TOKENS
-
-
-# ---- what it costs itself ----------------------------------------------------------------------
-
-
-def num_instructions(name: str, trace: Trace) -> int:
-    """Count what all hooks execute, on a clock that the trace alone moves."""
-    counter = HookCounter()
-    engines: list[Any] = []
-
-    def now_s() -> float:
-        return sum(e.num_steps * STEP_S + e.num_computed * TOKEN_S for e in engines)
-
-    with patch("safe_offload.connector.monotonic", now_s):
-        engines.append(make_engine(name, Sizes.of(trace), COPY_STEPS))
-    serve(engines[0], trace, counter)
-    return sum(counter.counts.values(), Counts()).instructions
-
-
-@pytest.mark.parametrize("trace_name", ["chats", "turns"])
-def test_measuring_and_deciding_take_little_of_what_the_hooks_execute(trace_name, monkeypatch):
-    """With every hit offered all the same, so that both serve alike."""
-    monkeypatch.setattr(cost, "PROBE_EVERY", 1)
-    monkeypatch.setattr(cost, "PROBE_REACH", 0.0)
-    monkeypatch.setitem(CONTESTANTS, "auto", Contestant(OURS, {"min_load_tokens": "auto"}))
-    monkeypatch.setitem(CONTESTANTS, "zero", Contestant(OURS, {"min_load_tokens": 0}))
-    trace = make_trace(trace_name, "plain", share=16)
-    num_instructions("zero", trace)  # fills caches of the process
-    assert num_instructions("auto", trace) <= 1.06 * num_instructions("zero", trace)

@@ -136,21 +136,6 @@ def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups):
     assert (hits.geometry.hash_block_size if hits.geometry.is_plain else None) == plain
 
 
-def test_a_hit_is_behind_what_the_gpu_has_and_ends_before_the_last_token_of_a_prompt():
-    hits, hashes = hits_of("full"), hashes_of()
-    slots = fill(hits, 0, hashes[2:6])
-    assert hits.find_hit(hashes, 0, 99) is None
-    assert found(hits.find_hit(hashes, 8, 99)) == ([slots], 16, 8)
-    assert found(hits.find_hit(hashes, 16, 22)) == ([slots[2:3]], 4, 16)
-    assert hits.find_hit(hashes, 16, 18) is None, "not a whole block"
-    assert hits.find_hit(hashes, 9, 99) is None, "inside of a block"
-    assert found(hits.find_hit(hashes, 8, 23)) == ([slots], 15, 8)
-    assert found(hits.find_hit(hashes[:5], 8, 19)) == ([slots[:3]], 11, 8)
-    assert hits.find_hit(hashes, 16, 19) is None, "that block alone is computed"
-    hits.slots.forget(slots[3:])
-    assert found(hits.find_hit(hashes, 8, 23)) == ([slots[:3]], 12, 8)
-
-
 @pytest.mark.parametrize("drops_block", [False, True])
 def test_with_a_drafter_all_tokens_of_the_last_block_are_computed(monkeypatch, drops_block):
     monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda self: True)
@@ -159,16 +144,6 @@ def test_with_a_drafter_all_tokens_of_the_last_block_are_computed(monkeypatch, d
     slots = fill(hits, 0, hashes[:4])
     num_blocks = 3 - drops_block
     assert found(hits.find_hit(hashes, 0, 15)) == ([slots[:num_blocks]], 4 * num_blocks, 0)
-
-
-def test_a_window_needs_only_its_last_blocks():
-    hits, hashes = hits_of("window:8", "full"), hashes_of()
-    full = fill(hits, 1, hashes[:6])
-    window = fill(hits, 0, hashes[4:6])
-    hit = hits.find_hit(hashes, 0, 99)
-    assert hit is not None
-    assert found(hit) == ([[NO_SLOT] * 4 + window, full], 24, 0)
-    assert hit.slots() == [*window, *full]
 
 
 # ---- full attention and windows in a hybrid model ----------------------------------------------
@@ -297,14 +272,6 @@ def test_a_rule_in_runs_answers_as_vllms_does(
         for rule in (RULES[vllms], vllms)
     )
     assert ours == theirs
-
-
-def test_a_hybrid_model_is_not_asked_block_by_block(monkeypatch):
-    (hits, coordinator), hashes = rules_of("full", "window:8", slots=slots_of(2)), hashes_of()
-    full = fill(hits, 0, hashes)
-    window = fill(hits, 1, hashes[-2:])
-    monkeypatch.setattr(coordinator.block_pool, "get_cached_block", None)
-    assert found(hits.find_hit(hashes, 0, 99)) == ([full, [NO_SLOT] * 10 + window], 48, 0)
 
 
 def test_only_vllms_own_class_of_full_attention_is_replaced():
@@ -482,24 +449,6 @@ def test_a_hit_grows_at_its_head_as_a_search_would_find_it(groups, grows):
     assert num_grown > 0 or not grows
 
 
-@pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
-def test_a_hit_is_kept_when_something_else_is_stored_or_evicted(groups):
-    hits, hashes = hits_of(*groups, num_slots=24), hashes_of()
-    wanted = hashes, 0, 40
-    for group_idx in range(len(groups)):
-        fill(hits, group_idx, hashes[:5])
-    hit = hits.find_hit(*wanted)
-    assert hit is not None
-    hits.slots.lease(hit.slots())
-    fill(hits, 0, [BlockHash(b"other")])
-    assert hits.is_still_longest(hit, *wanted)
-    hits.slots.release(hits.slots.grant(24))
-    assert hits.is_still_longest(hit, *wanted)
-    for group_idx in range(len(groups)):
-        fill(hits, group_idx, hashes[5:6])
-    assert not hits.is_still_longest(hit, *wanted), "it is one block longer now"
-
-
 def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased():
     hits, hashes = hits_of("full"), hashes_of()
     fill(hits, 0, hashes[:5])
@@ -511,28 +460,7 @@ def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased():
     assert hits.find_hit(hashes, 0, 40) != hit
 
 
-def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end():
-    """A preempted request may get a token more while it waits, of a step that was in flight."""
-    hits, hashes = hits_of("full"), hashes_of()
-    fill(hits, 0, hashes[:5])
-    hit = hits.find_hit(hashes[:3], 0, 11)
-    assert hit is not None
-    assert hit.num_tokens == 11
-    hits.slots.lease(hit.slots())
-    assert hits.is_still_longest(hit, hashes[:3], 0, 11)
-    assert not hits.is_still_longest(hit, hashes[:3], 0, 12)
-
-
 # ---- how the KV cache is cut -------------------------------------------------------------------
-
-
-def test_a_window_needs_fewer_blocks_than_its_table_spans():
-    full = hits_of("full").geometry
-    assert full.num_blocks_held(41) == full.num_blocks_spanned(41) == 11
-    hybrid = hits_of("window:8", "full").geometry
-    assert hybrid.num_blocks_held(41) == 3 + 11
-    assert hybrid.num_blocks_spanned(41) == 22
-    assert hybrid.num_blocks_in_step(9) == 2 * 4
 
 
 @given(markers=st.lists(st.sampled_from([NO_SLOT, 3, 4]), max_size=8))

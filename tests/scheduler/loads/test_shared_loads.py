@@ -95,21 +95,6 @@ def test_of_a_hybrid_model_each_group_is_loaded_once(make_rig, groups):
     assert rig.counts["hit_tokens"] <= PREFIX_TOKENS
 
 
-def test_sparse_windows_are_shared_where_vllm_keeps_them(make_rig):
-    """By default it keeps of a window what a hit at the end of the prompt needs (vLLM 0.32)."""
-    rig = make_rig(groups=HYBRID, num_blocks=150, retention_interval=0, **WIDE)
-    rig.start()
-    same = prompt(rig, 0)
-    rig.run_alone("warm", same, max_tokens=1)
-    rig.forget_gpu_cache()
-    rig.counts.clear()
-    for number in range(1, 9):
-        rig.add(f"r{number}", same)
-    finish(rig, [f"r{number}" for number in range(1, 9)])
-    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
-    assert rig.counts["shared_waits"] == NUM_OTHERS
-
-
 SPARSE = [HYBRID, ("full", "mamba"), ("window:10", "full", "mamba@8")]
 
 
@@ -263,11 +248,6 @@ def test_who_parts_before_is_not_left_behind_by_who_parts_behind(make_rig):
     assert rig.counts["hit_tokens"] - before == PREFIX_TOKENS, "one has loaded, once"
 
 
-def test_where_prompts_part_goes_before_a_position(make_rig):
-    rig = make_sparse(make_rig, ("full", "mamba"), max_batched_tokens=32)
-    assert [serve_alone(rig, number, num_blocks=46) for number in range(3)] == [0, 128, 184]
-
-
 def begun_at(rig: Rig, *names: str) -> list[int]:
     """Let all end; return after how many tokens, of GPU or host, these began to compute."""
     begun = {}
@@ -398,16 +378,6 @@ def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig):
     assert rig.counts["loaded_blocks"] == 2 * NUM_BLOCKS_SHARED
 
 
-def test_a_wait_ends_with_its_request(make_rig):
-    rig = make_shared(make_rig)
-    rig.hold_copies(True)
-    names = send(rig, 3)
-    rig.planned_step()
-    rig.abort("r2")
-    rig.hold_copies(False)
-    finish(rig, [names[0], names[2]])
-
-
 @pytest.mark.parametrize("gives_up", [False, True], ids=["reset of the host", "gives up"])
 def test_after_a_reset_or_when_the_connector_gives_up_nobody_waits(make_rig, gives_up):
     rig = make_shared(make_rig)
@@ -468,16 +438,6 @@ def test_it_does_not_wait_for_them_without_end(make_rig):
     rig.hold_copies(False)
     finish(rig, ["r1", "r2"])
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS
-
-
-def test_a_hit_that_waits_for_blocks_is_weighed_once(make_rig, monkeypatch):
-    rig = make_crowded(make_rig)
-    monkeypatch.setattr(rig.planner.costs, "pays", lambda _: False)
-    rig.planned_step()
-    assert status(rig, "r2") == "WAITING"
-    rig.hold_copies(False)
-    finish(rig, ["r1", "r2"])
-    assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS
 
 
 # ---- the bound ---------------------------------------------------------------------------------
@@ -547,22 +507,6 @@ def test_a_load_that_brought_nothing_is_the_last_that_is_waited_for(make_rig):
     assert rig.counts["loaded_blocks"] == 4 * NUM_BLOCKS_SHARED
 
 
-def test_a_load_that_is_not_waited_for_any_more_is_not_waited_for_again(make_rig):
-    """The GPU has what the load brings from elsewhere, and loses it while the load goes on."""
-    rig = make_shared(make_rig)
-    rig.hold_copies(True)
-    send(rig, 2)
-    rig.planned_step()
-    request = rig.scheduler.requests["r2"]
-    ask = rig.connector.get_num_new_matched_tokens
-    assert ask(request, 0) == (None, False)
-    assert ask(request, PREFIX_TOKENS) == (0, False)
-    assert ask(request, 0) == (PREFIX_TOKENS, True)
-    assert ask(request, BLOCK_TOKENS) == (PREFIX_TOKENS - BLOCK_TOKENS, True)
-    rig.hold_copies(False)
-    finish(rig, ["r1", "r2"])
-
-
 # ---- who does not wait -------------------------------------------------------------------------
 
 
@@ -596,25 +540,6 @@ def test_preempted_requests_that_come_back_share_a_load_too(make_rig):
     rig.hold_copies(False)
     finish(rig, names, max_tokens=8)
     assert rig.counts["shared_waits"] == 3
-
-
-# ---- beside other connectors -------------------------------------------------------------------
-
-
-def test_multi_connector_passes_the_wait_on_and_asks_again():
-    """vLLM's own: it asks in order, and the first that does not know ends the round."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    answers = iter([(None, False), (40, True)])
-    ours = SimpleNamespace(get_num_new_matched_tokens=lambda request, num: next(answers))
-    other = SimpleNamespace(get_num_new_matched_tokens=lambda request, num: (8, False))
-    multi = MultiConnector.__new__(MultiConnector)
-    multi._connectors = [ours, other]
-    multi._requests_to_connector = {}
-    request: Any = SimpleNamespace(request_id="r")
-    assert multi.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
-    assert multi._requests_to_connector == {"r": 0}
 
 
 # ---- where a load is found ---------------------------------------------------------------------

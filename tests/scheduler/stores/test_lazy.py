@@ -66,20 +66,6 @@ def lazy(make_rig: MakeRig, **shape: Any) -> Rig:
     return rig
 
 
-# ---- looking ahead -----------------------------------------------------------------------------
-
-
-def test_a_decode_that_allocates_nothing_costs_no_look(make_rig):
-    rig = lazy(make_rig, num_blocks=40)
-    rig.fill_gpu_cache("old", 1)
-    for n in range(3):
-        rig.add(f"r{n}", rig.prompt(4 * n + 1, n), max_tokens=3)
-    rig.step()
-    watch = Watch(rig)
-    watch.drain()
-    assert watch.num_looks == watch.num_stored == 0
-
-
 # ---- full --------------------------------------------------------------------------------------
 
 
@@ -172,18 +158,6 @@ def test_nothing_is_evicted_that_the_host_does_not_have(make_rig, seed, shape):
     rig = lazy(make_rig, seed=seed, **{"num_blocks": 140, "num_slots": 4000, **shape})
     prompts = [rig.prompt(draw.randrange(5, 60), n) for n in range(40)]
     assert live(rig, draw, prompts, 40).lost == []
-
-
-def test_what_many_answers_take_in_one_step_is_not_lost(make_rig):
-    """A block each, and together more than a step has tokens for."""
-    rig = lazy(make_rig, num_blocks=100, max_seqs=30, max_batched_tokens=32, is_async=True)
-    rig.fill_gpu_cache("old", 1)
-    for n in range(30):
-        rig.add(f"r{n}", rig.prompt(3, n), max_tokens=10)
-    watch = Watch(rig)
-    watch.drain()
-    assert watch.num_evicted > 60
-    assert watch.lost == []
 
 
 @pytest.mark.parametrize("num_blocks", [80, 100, 120, 140])

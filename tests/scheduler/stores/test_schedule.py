@@ -53,11 +53,6 @@ def looks(
     return found
 
 
-def test_who_computes_a_prompt_is_looked_at_in_every_step():
-    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
-    assert looks(schedule, 5, Running(schedule, "a", 100), num_tokens=12) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("num_tokens", range(1, 9))
 def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
     schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
@@ -65,50 +60,6 @@ def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
     assert looks(schedule, 1, running, num_tokens) == [0], "the end of its prompt"
     fills = [n for n in range(20) if (num_tokens + 1 + n) % BLOCK_TOKENS == 0]
     assert looks(schedule, 20, running) == fills
-
-
-def test_the_smallest_step_of_all_groups_counts():
-    schedule = StoreSchedule([8, 12], 1, 0)
-    running = Running(schedule, "a", 8)
-    schedule.due({"a": 8})
-    running.compute(8)
-    assert looks(schedule, 12, running) == [3, 7, 11]
-
-
-def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is():
-    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
-    running = Running(schedule, "a", 4)
-    assert schedule.due({"a": 4}) == [running.state]
-    running.compute(4)
-    for _ in range(10):
-        assert schedule.due({"b": 1}) == []
-    assert schedule.due({"a": 1}) == [running.state]
-
-
-def test_who_was_preempted_is_not_looked_at_until_it_runs_again():
-    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
-    preempted, finished = Running(schedule, "a", 4), Running(schedule, "b", 40)
-    schedule.due({"a": 4, "b": 4})
-    preempted.state.move(Phase.WAITING)
-    finished.state.move(Phase.FINISHED)
-    for _ in range(10):
-        assert schedule.due({"a": 1, "b": 1}) == []
-    preempted.state.move(Phase.RUNNING)
-    schedule.add(preempted.state)
-    assert schedule.due({"a": 1}) == [preempted.state]
-
-
-def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step():
-    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
-    running = Running(schedule, "a", 4)
-    schedule.due({"a": 4})
-    running.compute(4)
-    for _ in range(3):
-        assert schedule.due({"a": 0}) == []
-    running.state.move(Phase.WAITING)
-    running.state.move(Phase.RUNNING)
-    schedule.add(running.state)
-    assert schedule.due({"a": 1}) == [running.state], "it was due twice"
 
 
 @given(

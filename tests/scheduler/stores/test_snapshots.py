@@ -10,11 +10,9 @@ import pytest
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
-    KVCacheBlockCopy,
     make_block_hash_with_group_id,
 )
 
-from safe_offload.compat.block_ids import allocated_block_ids
 from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
 from tests.counts import num_failed
 from tests.simulator.device import CopyFault
@@ -26,16 +24,6 @@ from tests.simulator.workload import make_events
 
 def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:
     return SimpleNamespace(num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens)
-
-
-def test_the_last_token_of_an_answer_is_not_computed():
-    snapshot = Snapshot(0, [], None, 6)
-    assert snapshot.num_computed(request_of(6, 8), 4) == 1
-    assert snapshot.num_computed(request_of(6, 9), 4) == 2
-
-
-def test_while_a_prompt_is_computed_only_what_was_seen_counts():
-    assert Snapshot(0, [], 3, 40).num_computed(request_of(40, 40), 4) == 3
 
 
 def test_nothing_is_known_of_a_request_that_was_sent_more():
@@ -65,18 +53,6 @@ def test_a_block_that_another_group_took_for_the_same_tokens_does_not_wait(
     block.set_block_hash(make_block_hash_with_group_id(BlockHash(PREFIX), group_idx), 4)
     given_out = {7} if is_given_out else set()
     assert unsaved_ids(Snapshot(0, [block], 1, 4), given_out) == expected
-
-
-def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it():
-    """vLLM puts the target into the table of no request that goes on in the source."""
-    scheduled: Any = SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([3], [])]),
-        kv_cache_block_copies=[KVCacheBlockCopy(src_block_id=5, dst_block_id=7)],
-    )
-    given_out = allocated_block_ids(scheduled)
-    assert given_out == {3, 7}
-    assert unsaved_ids(Snapshot(0, [KVCacheBlock(7)], 1, 4), given_out) == ([7], [])
 
 
 @pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])
@@ -132,43 +108,6 @@ def test_blocks_that_vllm_does_not_publish_are_not_rescued(publishable, num_kept
     snapshot = Snapshot(0, [KVCacheBlock(n) for n in range(3)], None, 6)
     lost, _ = SnapshotTaker(geometry, gpu).unsaved(state, snapshot, 0, {0, 1, 2})
     assert len(lost.blocks) == num_kept
-
-
-def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig):
-    """A reset of the connector alone: the request goes on, with blocks of before."""
-    rig = make_rig(num_blocks=40, num_slots=100)
-    rig.start()
-    rig.add("r", rig.prompt(6, 1), max_tokens=30)
-    for _ in range(12):
-        rig.step()
-    stored = rig.counts["stored_blocks"]
-    assert stored < 17 // BLOCK_TOKENS, "some of it waits for a look, or it shows nothing"
-    assert rig.connector.reset_cache()
-    rig.drain()
-    rig.check_tokens("r", 30)
-    assert rig.counts["stored_blocks"] == stored, "what it computes behind that neither"
-    rig.check_idle()
-
-
-def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig):
-    """After a change of the weights, say: what was computed with the old ones is worth nothing."""
-    rig = make_rig(num_blocks=16, num_slots=100)
-    rig.start()
-    for n in range(3):
-        rig.add(f"r{n}", rig.prompt(6, n), max_tokens=12)
-    for _ in range(8):
-        rig.step()
-    stored = rig.counts["stored_blocks"]
-    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert rig.step() is not None
-    plan = rig.plans[-1]
-    assert plan.stores_before_forward == (), "all that was computed is given out in this step"
-    rig.drain()
-    assert rig.counts["rescued_blocks"] == 0
-    assert rig.counts["stored_blocks"] > stored
-    for n in range(3):
-        rig.check_tokens(f"r{n}", 12)
-    rig.check_idle()
 
 
 @pytest.mark.parametrize(("is_lazy", "seed"), [(False, 4), (True, 0), (True, 9)])
