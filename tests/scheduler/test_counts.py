@@ -42,21 +42,6 @@ def test_a_pool_too_small_evicts_young_blocks(make_rig):
     assert 30 <= seen["age_s"] < 60, "each prompt is gone before the next but one comes"
 
 
-def test_what_a_pool_too_small_refuses_is_told(make_rig):
-    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": "returns"})
-    found = serve(rig, [1, 2] * 6 + [3, 1, 2])
-    assert found == [0] * 14 + [40], "3 and 1 do not cost 2 its place"
-    num_evicted = sum(evicted(rig)[name] for name in ("hit", "unhit"))
-    assert rig.counts["stored_blocks"] == num_evicted + NUM_BLOCKS
-    assert rig.counts["skipped_blocks"] == 2 * NUM_BLOCKS
-
-
-def test_the_same_prompts_in_a_larger_pool_evict_nothing(make_rig):
-    rig = make_rig(num_blocks=40, num_slots=3 * NUM_BLOCKS)
-    assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0, 0, 40, 40, 0, 40]
-    assert evicted(rig) == {"hit": 0, "unhit": 0, "age_s": 0}
-
-
 def test_prompts_that_differ_evict_old_blocks_that_were_never_hit(make_rig):
     rig = make_rig(num_blocks=40, num_slots=5 * NUM_BLOCKS)
     serve(rig, list(range(1, 9)), pause_s=3600.0)
@@ -72,15 +57,6 @@ def test_what_was_hit_once_is_told_apart(make_rig):
     assert (seen["hit"], seen["unhit"]) == (NUM_BLOCKS, NUM_BLOCKS)
     serve(rig, [5, 6], pause_s=1.0)
     assert evicted(rig)["hit"] == NUM_BLOCKS, "what a slot holds now was not hit"
-
-
-def test_a_reset_evicts_nothing_and_forgets_what_was_hit(make_rig):
-    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS)
-    serve(rig, [1, 1])
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert evicted(rig)["hit"] == evicted(rig)["unhit"] == 0
-    serve(rig, [2, 3])
-    assert (evicted(rig)["hit"], evicted(rig)["unhit"]) == (0, NUM_BLOCKS)
 
 
 # ---- hits: offered and delivered ---------------------------------------------------------------
@@ -138,12 +114,6 @@ def test_an_engine_without_requests_learns_how_many_slots_there_are(make_rig, sh
     assert rig.planner.gauges()["slots"] == 60 - 4 * (num_ranks - 1)
     assert num_steps < 10
     rig.check_idle()
-
-
-def test_a_pool_that_grows_is_waited_for_until_it_has_a_first_slot(make_rig):
-    rig = make_rig(num_slots=60, ticks_per_slot=40)
-    rig.drain()
-    assert 0 < rig.planner.gauges()["slots"] < 60
 
 
 def test_an_engine_goes_idle_although_no_rank_tells_its_slots(make_rig):

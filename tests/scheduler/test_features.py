@@ -26,19 +26,6 @@ def test_the_feature_that_the_docs_show_counts_the_blocks_of_prompts(make_rig, m
     assert rig.planner.gauges()["prompt_blocks"] == 5 + 2
 
 
-def test_a_hook_that_a_feature_lacks_costs_no_call():
-    class Quiet(Feature):
-        pass
-
-    class Loud(Feature):
-        def on_step_planned(self) -> None: ...
-
-    quiet, loud = Quiet(), Loud()
-    found = Hooks([quiet, loud])
-    assert found.on_step_planned == [loud]
-    assert found.on_request_finished == []
-
-
 def test_each_hook_is_called_once_and_defined_by_a_feature():
     """Once: what calls it is a name that a type checker follows, never a string."""
     table = hooks()

@@ -6,7 +6,6 @@ nothing; `python -m tests.benchmarks growth` times the same scenes, larger.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -21,8 +20,8 @@ from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.node.lots import NodeLots
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState
 from safe_offload.scheduler.tiers import promotions, spills
-from tests.benchmarks.growth import EXPONENT_MAX, Growth, Step, counted_exponent, fitted
-from tests.benchmarks.growth_scenes import SCENES, WAITING, make_engine, pinned
+from tests.benchmarks.growth import EXPONENT_MAX, counted_exponent
+from tests.benchmarks.growth_scenes import SCENES, WAITING, make_engine
 from tests.scheduler.features import feature_of
 
 SCENE_OF = {scene.name: scene for scene in SCENES}
@@ -69,31 +68,7 @@ def test_of_a_request_a_bounded_number_of_hit_ends_is_known():
     assert state.hit_ends == set(range(HIT_ENDS_MAX))
 
 
-def test_the_exponent_is_that_of_a_power_law():
-    sizes = (100, 200, 400, 800)
-    assert fitted(sizes, [size**1.5 for size in sizes]) == pytest.approx(1.5)
-
-
-def test_hooks_may_grow_as_fast_as_what_vllm_does_itself():
-    sizes = (100, 200, 400, 800)
-    steps = tuple(Step(n**1.5, float(n), "hook") for n in sizes)
-    growth = Growth("requests", sizes, steps)
-    assert not growth.is_good
-    steps = tuple(dataclasses.replace(step, own_s=step.hooks_s) for step in steps)
-    assert dataclasses.replace(growth, steps=steps).is_good
-
-
 # ---- pins --------------------------------------------------------------------------------------
-
-
-def test_pins_of_one_prefix_hold_a_lease_of_it_together():
-    with ExitStack() as closing:
-        engine, _ = pinned(40, closing)
-    side = engine.connector.side
-    leases = [lease for lease in side.leases if lease.kind is LeaseKind.PIN]
-    assert (
-        sum(len(lease.slots) for lease in leases) == feature_of(side, PinnedPrompts).pins.num_slots
-    )
 
 
 def test_pins_that_share_a_prefix_come_and_go_in_any_order():

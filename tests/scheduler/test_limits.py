@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_offload.observe.counters import is_milestone
-from safe_offload.scheduler.limits import MAX_TOKENS, NO_LIMITS, Limits, read_limits
+from safe_offload.scheduler.limits import MAX_TOKENS, NO_LIMITS, read_limits
 from tests.scheduler.rig import Rig
 
 HYBRID = ("window:10", "full")
@@ -65,16 +64,6 @@ def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig):
 # ---- max_offload_tokens ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", [HYBRID, MAMBA, ("chunk:16", "full")])
-def test_of_a_request_that_allows_nothing_no_group_stores_a_block(make_rig, groups):
-    rig = make_rig(num_blocks=90, groups=groups, num_slots=200)
-    ask(rig, "a", rig.prompt(41, 1), {"max_offload_tokens": 0})
-    assert rig.counts["stored_blocks"] == 0
-    rig.run_alone("b", rig.prompt(41, 2))
-    assert rig.counts["stored_blocks"] > 0
-    rig.check_idle()
-
-
 def test_a_preempted_request_that_allows_nothing_is_not_rescued(make_rig):
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
@@ -129,12 +118,6 @@ def test_what_is_meant_for_others_is_left_alone(make_rig, params):
     assert rig.counts["bad_request_params"] == 0
 
 
-def test_a_limit_that_can_be_used_is_used_beside_one_that_cannot():
-    limits, problems = read_limits({"max_offload_tokens": "0", "max_load_tokens": 0})
-    assert limits == Limits(load_tokens=0)
-    assert problems == ["max_offload_tokens is of type str"]
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -158,7 +141,3 @@ def test_whatever_is_written_is_a_limit_or_a_problem(params):
     else:
         assert params is None
         assert limits is NO_LIMITS
-
-
-def test_a_line_is_logged_for_the_first_the_tenth_and_the_hundredth():
-    assert [count for count in range(1001) if is_milestone(count)] == [1, 10, 100, 1000]

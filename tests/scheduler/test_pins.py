@@ -163,17 +163,6 @@ def test_a_pin_lasts_while_a_request_uses_it_and_its_time_after_the_last(make_ri
     rig.check_idle()
 
 
-def test_the_longer_time_counts_and_a_prompt_is_pinned_once(make_rig):
-    rig = make(make_rig)
-    prompt = rig.prompt(17, 1)
-    ask(rig, "a", prompt, PIN)
-    ask(rig, "b", prompt, {"pin_s": 1})
-    assert gauge(rig, "pins") == 1
-    rig.clock.advance(590)
-    rig.run_alone("c", rig.prompt(9, 2))
-    assert gauge(rig, "pins") == 1
-
-
 def test_the_number_of_pins_is_bounded(make_rig, monkeypatch):
     assert PINS_MAX == 4096
     monkeypatch.setattr("safe_offload.scheduler.features.pins.pins.PINS_MAX", 1)
@@ -258,38 +247,6 @@ def test_of_what_a_client_and_hints_ask_for_the_longer_time_counts(
     rig.check_idle()
 
 
-def test_a_hint_releases_nothing_that_a_client_has_pinned(make_rig):
-    rig = make(make_rig, extra=HINTED)
-    prompt = rig.prompt(33, 1)
-    ask(rig, "a", prompt, PIN)
-    ask(rig, "b", prompt, {"kv_hints": envelope("kv.retain", ttl_s=0)})
-    assert gauge(rig, "pins") == 1
-    ask(rig, "c", prompt, {"pin_s": 0, "kv_hints": envelope("kv.retain", ttl_s=0)})
-    assert gauge(rig, "pins") == 0, "its client has"
-
-
-BAD = [
-    envelope("kv.fetch", version="9"),
-    envelope("kv.share"),
-    envelope("kv.retain"),
-    envelope("kv.retain", ttl_s="600"),
-    {"protocol_version": "0.1", "actions": [7]},
-    {"protocol_version": "0.1", "actions": "kv.fetch"},
-    {"protocol_version": "0.1", "actions": [{"action_type": ["kv.fetch"]}]},
-    "kv.fetch",
-    17,
-]
-
-
-@pytest.mark.parametrize("hint", BAD, ids=lambda hint: repr(hint)[:40])
-def test_what_is_not_known_is_counted_and_no_error(make_rig, hint):
-    rig = make(make_rig, extra=HINTED)
-    assert ask(rig, "a", rig.prompt(9, 1), {"kv_hints": hint}) == (0, None)
-    assert rig.counts['hints{action="unknown"}'] == 1
-    assert gauge(rig, "pins") == 0
-    rig.check_idle()
-
-
 SECRET = "what the client asked in confidence"
 OTHERS = [
     (envelope("kv.fetch", version=SECRET), "protocol_version is missing or unsupported"),
@@ -312,13 +269,6 @@ def test_a_line_says_what_is_wrong_with_a_hint_without_a_word_of_it(
     assert [line.split()[3] for line in lines] == ["1", "10"]
     assert all(f"in the last one, {problem}" in line for line in lines)
     assert not [record for record in logged if SECRET in record.getMessage()]
-
-
-def test_hints_that_are_known_say_nothing(make_rig, logged):
-    rig = make(make_rig, extra=HINTED)
-    known = envelope("kv.fetch", "kv.retain", ttl_s=60)
-    ask(rig, "a", rig.prompt(9, 1), {"kv_hints": known})
-    assert not [record for record in logged if "Invalid hints in" in record.getMessage()]
 
 
 def test_hints_in_the_field_of_vllm_are_read_too(make_rig):

@@ -7,7 +7,6 @@ from vllm.v1.request import RequestStatus
 from safe_offload.protocol import Outcome, StepReport
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.counts import num_failed
-from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.model_runner import Batch
 
 
@@ -74,23 +73,6 @@ def test_only_the_last_token_of_a_whole_prompt_is_computed(make_rig, num_gpu, sh
     rig.finish(a2=4)
     assert rig.counts["hit_tokens"] - before.get("hit_tokens", 0) == 39 - num_gpu
     assert rig.counts["stored_blocks"] == before["stored_blocks"], "the host has the last block"
-
-
-def test_the_last_block_of_a_whole_prompt_is_not_loaded_alone(make_rig):
-    rig = make_rig(num_blocks=60)
-    a = rig.warm(40)
-    assert rig.run_alone("gpu", a[:37]) == 36
-    assert rig.run_alone("a2", a) == 0
-    rig.check_idle()
-
-
-def test_a_failed_load_of_a_whole_prompt_is_recomputed(make_rig):
-    rig = make_rig(num_blocks=60)
-    a = rig.warm(40)
-    rig.fail_copies()
-    assert rig.run_alone("a2", a) == 39
-    assert num_failed(rig.counts, "load") == 1
-    rig.check_idle()
 
 
 # ---- I2: no block is held for us ---------------------------------------------------------------
@@ -398,20 +380,6 @@ def test_k4_what_a_request_leaves_that_began_with_a_bad_load_is_found_by_nobody(
     rig.finish(again=1)
 
 
-def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig):
-    rig = make_rig(num_blocks=30)
-    request = rig.add("a", rig.prompt(41, 1))
-    connector = rig.connector
-    connector.get_num_new_matched_tokens = lambda request, n: (  # type: ignore[method-assign]
-        (40, True) if not rig.plans else (0, False)
-    )
-    rig.drain()
-    assert request.is_finished()
-    rig.check_tokens("a", 4)
-    assert rig.counts["unusable_hits"] == 1
-    rig.check_idle()
-
-
 def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig):
     rig = make_rig(num_blocks=30)
     a = rig.warm()
@@ -419,29 +387,6 @@ def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig):
     assert rig.run_alone("a2", a) == 0
     assert rig.counts["unusable_hits"] == 1
     assert num_failed(rig.counts, "load") == 0, "none was made"
-    rig.check_idle()
-
-
-def finish_before_it_is_stored(make_rig: MakeRig) -> Rig:
-    """An engine whose only request has ended, and left four blocks for the next plan to store."""
-    rig = make_rig(num_blocks=60, num_slots=100)
-    rig.start()
-    everything = rig.planner.leases.grant(LeaseKind.STORE, 100)
-    rig.before_update.append(lambda _: everything.release())
-    rig.add("a", rig.prompt(17, 1), max_tokens=1)
-    rig.step()  # which is all that it needs
-    assert rig.planner.statistics().unplanned_parts
-    return rig
-
-
-def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(make_rig):
-    """Another connector's load failed: what a request left to store when it ended is garbage."""
-    rig = finish_before_it_is_stored(make_rig)
-    output = _output()
-    output.invalid_block_ids = {1}
-    rig.connector.update_connector_output(output)
-    rig.drain()
-    assert rig.counts["stored_blocks"] == 0
     rig.check_idle()
 
 

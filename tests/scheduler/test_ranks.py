@@ -52,11 +52,6 @@ def test_what_differs_between_ranks_is_mixed_and_their_nodes_are_listed():
     }
 
 
-def test_what_no_rank_knows_is_unknown():
-    assert set(merge([]).values()) == {"unknown"}
-    assert merge([HostFacts(0, LOCKING, PATHS)])["numa_node"] == "unknown"
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_ranks_share_by_twos_or_each_has_its_own(count, caplog):
     ranks = make_ranks(4)
@@ -87,14 +82,3 @@ def test_a_line_says_once_that_the_memory_of_all_ranks_is_ready(caplog):
     ranks.add_facts(HostFacts(1, LOCKED, ("each",)))
     assert caplog.text.count("Host memory is ready") == 1
     assert "It is page-locked, huge pages 99 %, NUMA node 1. Copies by kernel," in caplog.text
-
-
-def test_the_labels_are_another_object_only_when_they_have_changed():
-    ranks = make_ranks(1)
-    unknown = ranks.host_labels
-    ranks.add_facts(HostFacts(0, LOCKED, PATHS))
-    first = ranks.host_labels
-    ranks.add_facts(HostFacts(0, LOCKED, PATHS))
-    assert first is ranks.host_labels is not unknown
-    ranks.add_facts(HostFacts(0, LOCKED, ("each",)))
-    assert ranks.host_labels["copies_by"] == "each"

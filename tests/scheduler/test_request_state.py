@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.request import Request
 
-import safe_offload.scheduler
 from safe_offload.scheduler.requests import RequestQueue, RequestState
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Fleet, make_stores
 from tests.simulator.workload import make_events
 
-SCHEDULER = Path(safe_offload.scheduler.__file__).parent
-KEYED = {"dict", "defaultdict", "Counter", "set", "Mapping", "MutableMapping"}
-OF_A_REQUEST = {"Request", "RequestState"}
 MAY_BE_KEYED = {"RequestBook"}
 """Classes of which a container may be keyed by request: the book, which tells requests apart."""
 OF_VLLM = {"BlockTable.tables", "Costs.scheduled"}
 """Containers that vLLM keeps, or has made for a step."""
 PROFILES_WITH_ALL = (
     *("plain", "hybrid-pressure", "lazy-pressure", "resets", "mamba-gpu", "loads-fail"),
-    *("tenants-lazy", "pins-tenants", "tiers-tenants", "tiers-hybrid-lazy", "node-pins"),
+    *("tenants-lazy", "pins", "tiers-tenants", "tiers-hybrid-lazy", "node-pins"),
 )
 """Profiles which together have every part of the scheduler side."""
 LOOK_EVERY = 3
@@ -85,38 +79,4 @@ def test_no_container_is_keyed_by_request(name, monkeypatch):
     finally:
         fleet.close()
     assert sum(looks) > 20, "there were requests to know something of"
-    assert found == set()
-
-
-def annotations_keyed_by_request(tree: ast.AST) -> Iterator[str]:
-    """Yield the fields that are annotated as containers keyed by request, with their class."""
-    for kind in ast.walk(tree):
-        if isinstance(kind, ast.ClassDef) and kind.name not in MAY_BE_KEYED:
-            for node in ast.walk(kind):
-                if isinstance(node, ast.AnnAssign) and _is_keyed(node.annotation):
-                    field = node.target
-                    is_own = isinstance(field, ast.Attribute) or field in map(_target, kind.body)
-                    if is_own:
-                        yield f"{kind.name}.{ast.unparse(field).removeprefix('self.')}"
-
-
-def _target(node: ast.stmt) -> ast.expr | None:
-    return node.target if isinstance(node, ast.AnnAssign) else None
-
-
-def _is_keyed(annotation: ast.expr) -> bool:
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in KEYED:
-            keys = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-            if ast.unparse(keys) in OF_A_REQUEST:
-                return True
-    return False
-
-
-def test_no_field_is_annotated_as_keyed_by_request():
-    found = {
-        field
-        for path in SCHEDULER.rglob("*.py")
-        for field in annotations_keyed_by_request(ast.parse(path.read_text()))
-    }
     assert found == set()

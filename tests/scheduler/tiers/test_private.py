@@ -198,21 +198,6 @@ def test_what_such_a_request_generates_is_not_spilled(make_tiers, shape):
     assert not rig.tier.objects
 
 
-def test_what_is_hashed_until_a_request_ends_is_known(make_tiers):
-    rig = make_tiers()
-    private = PrivateBlocks(
-        rig.planner.book, rig.planner.hits, rig.planner.gpu, tells_media_ids=True
-    )
-    request = Request("a", [1] * 9, SamplingParams(max_tokens=4), None, block_hasher=rig._hasher)
-    request.lora_request = LoRARequest("a", 1, "/adapters/a")
-    state = RequestState(request)
-    private.on_new_request(state)
-    request.append_output_token_ids([1, 2, 3])
-    private.on_request_finished(state)
-    assert rig.planner.hits.directory.private == set(request.block_hashes)
-    assert len(rig.planner.hits.directory.private) == 3
-
-
 def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
     """vLLM gives the same request more tokens, and media, while it lives."""
     rig = make_tiers()

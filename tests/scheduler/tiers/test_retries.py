@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -20,7 +19,6 @@ from tests.scheduler.features import tiers_of
 from tests.scheduler.tiers.tier_rig import WAIT_S, StandInTier, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
 
-MakeTierRig = Callable[..., TierRig]
 NUM_TRIES = 1 + len(PAUSES_S)
 TIER = TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S)
 LARGE: dict[str, Any] = {"num_blocks": 600, "num_slots": 1600, "max_model_len": 2048}
@@ -172,17 +170,6 @@ def test_an_idle_engine_does_not_step_long_for_a_tier_that_takes_nothing(make_ti
     rig.check_idle()
 
 
-def test_a_pause_costs_no_plan(make_tiers, monkeypatch):
-    rig = make_tiers()
-    rig.tier.fails = lambda *_: True
-    rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
-    rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
-    monkeypatch.setattr(Retries, "take", lambda *_: pytest.fail("nothing is due"))
-    for _ in range(10):
-        rig.clock.advance(0.1)
-        rig.step()
-
-
 def test_only_the_tiers_that_failed_are_written_to_again(make_tiers):
     rig = make_tiers(tiers=(TIER, replace(TIER, location=Location("file", "/far"))))
     turn = itertools.count()
@@ -201,20 +188,6 @@ def test_a_block_that_one_rank_could_not_write_is_written_by_all_again(make_tier
     rig.run_alone("a", rig.prompt(33, 1), max_tokens=1)
     rig.drain()
     assert sorted(tries(rig).values()) == [1] * 5 + [2] * 3
-    assert rig.counts["spilled_blocks"] == 8
-
-
-def test_what_failed_to_the_end_is_offered_with_the_next_hit(make_tiers):
-    rig = make_tiers(tiers=(replace(TIER, store="hit"),))
-    rig.tier.fails = lambda *_: True
-    for name in "ab":
-        rig.run_alone(name, rig.prompt(33, 1), max_tokens=1)
-        rig.forget_gpu_cache()
-    settle(rig)
-    assert rig.counts[REFUSED] == 8
-    rig.tier.fails = lambda *_: False
-    rig.run_alone("c", rig.prompt(33, 1), max_tokens=1)
-    rig.drain()
     assert rig.counts["spilled_blocks"] == 8
 
 
@@ -237,19 +210,6 @@ def test_a_slot_whose_write_failed_is_not_evicted_first(make_tiers):
 
 def write(slot: int, num_failures: int = 0) -> Write:
     return Write(slot, 0, bytes([slot]), 0, ALL_TIERS, num_failures)
-
-
-def test_what_failed_most_often_is_due_first_and_nothing_before_its_pause():
-    retries = Retries()
-    assert retries.add(write(1), ALL_TIERS, 10.0)
-    assert retries.add(write(2), ALL_TIERS, 10.0)
-    assert retries.add(write(3, 1), 0b1, 10.0)
-    assert retries.due_s == 10.0 + PAUSES_S[0]
-    assert [each.slot for each in retries.take(1, 10.0)] == [1]
-    later_s = 10.0 + PAUSES_S[1]
-    assert [(each.slot, each.targets) for each in retries.take(9, later_s)] == [(3, 1), (2, 255)]
-    assert not len(retries)
-    assert retries.due_s == float("inf")
 
 
 def test_what_waits_is_bounded_and_the_first_stay(monkeypatch):

@@ -103,32 +103,6 @@ def test_the_source_is_the_kind_of_the_tier_that_has_it(make_tiers, schemes, num
     assert sources == {expected: PREFIX_TOKENS}
 
 
-def test_who_shares_a_fetch_has_its_tokens_from_the_tier_too(make_tiers):
-    rig = make_warm(make_tiers)
-    sources = Sources(rig)
-    rig.tier.held = {"fetch"}
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
-    rig.add("b", prompt(rig, 2))
-    for _ in range(3):
-        rig.step()
-    rig.abort("a")
-    rig.finish()
-    assert len(rig.fetches) == 1, "nothing was fetched for b alone"
-    assert sources == {"disk": PREFIX_TOKENS}
-
-
-def test_without_tiers_all_is_the_hosts(make_rig):
-    rig = make_rig()
-    sources = Sources(rig)
-    tokens = rig.prompt(PREFIX_TOKENS + 1, 1)
-    rig.run_alone("warm", tokens, max_tokens=1)
-    rig.drain()
-    rig.forget_gpu_cache()
-    assert rig.run_alone("a", tokens) == PREFIX_TOKENS
-    assert sources == {"host": PREFIX_TOKENS}
-
-
 def test_of_a_request_that_nobody_knows_it_is_the_host(make_tiers):
     rig = make_warm(make_tiers)
     sources = rig.connector.get_external_cache_hit_sources(None, 7)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler.loads.cost import KEPT_SAMPLES
-from safe_offload.scheduler.tiers.lookups import LookUp
 from safe_offload.scheduler.tiers.tiers import Tiers
 from tests.counts import num_failed
 from tests.scheduler.features import tiers_of
@@ -237,27 +235,6 @@ def bring_to(rig: TierRig, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_an_abort_leaves_nothing_behind(make_tiers, moment, shape):
-    rig = make_warm(make_tiers, **shape)
-    bring_to(rig, moment)
-    rig.abort("a")
-    rig.step()
-    gauges = rig.planner.gauges()
-    if moment == "fetching":
-        assert gauges["leased_slots"] == NUM_BLOCKS, "a rank may still write to them"
-        assert rig.planner.has_pending_push_work()
-    elif moment != "landed" or not shape:
-        assert gauges["leased_slots"] == 0
-    rig.finish()
-    rig.check_idle()
-    rig.step()
-    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS
-    assert rig.counts["stale_reports"] == rig.counts["duplicate_reports"] == 0
-    rig.check_idle()
-
-
-@pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
-@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
 def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     rig = make_warm(make_tiers, **shape)
     bring_to(rig, moment)
@@ -465,23 +442,6 @@ def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(make_
     rig.check_idle()
 
 
-EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, store="evicted"),)
-
-
-HIT = tuple(replace(tier, store="hit") for tier in EVICTED)
-
-
-def test_where_only_what_was_hit_is_spilled_a_refusal_is_the_last_word(make_tiers):
-    rig = make_tiers(tiers=HIT)
-    rig.tier.refused = True
-    for name in "abc":
-        rig.run_alone(name, rig.prompt(33, 0), max_tokens=1)
-        rig.forget_gpu_cache()
-    rig.drain()
-    assert rig.counts['dropped_spill_blocks{reason="refused"}'] == len(keys_in(rig.spills)) == 8
-    rig.check_idle()
-
-
 # ---- what comes from a far tier ----------------------------------------------------------------
 
 NEAR, FAR = (TierConfig(Location("file", f"/{place}"), wait_s=WAIT_S) for place in ("near", "far"))
@@ -496,30 +456,10 @@ def make_far(make_tiers: MakeTierRig, **options: Any) -> TierRig:
     return rig
 
 
-def end_spills(rig: TierRig) -> None:
-    """Let all that waits be spilled, and nothing be left."""
-    rig.tier.held.clear()
-    rig.run_alone("wake", [1, 2], max_tokens=1)  # it goes idle while tiers are silent for long
-    rig.drain()
-    rig.step()
-    rig.check_idle()
-
-
 def kept(rig: TierRig) -> set[bytes]:
     """Hashes that are written to nearer tiers than the one that has them."""
     pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
     return {block_hash for block_hash, origin in pairs if origin}
-
-
-def test_after_a_reset_nothing_is_kept(make_tiers):
-    rig = make_far(make_tiers)
-    rig.tier.held = {"spill"}
-    for number in range(4):
-        rig.run_alone(f"before{number}", rig.prompt(33, 50 + number), max_tokens=1)
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-    end_spills(rig)
-    assert not kept(rig)
 
 
 def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(make_tiers):
@@ -546,23 +486,6 @@ def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(make_tiers)
 # ---- reports that are late, stale or come twice ------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["presences", "outcomes"])
-def test_a_rank_that_reports_twice_stands_in_for_no_other(make_tiers, kind):
-    rig = make_warm(make_tiers, tensor_ranks=2)
-    hashes = keys_of(rig)
-    lose(rig, hashes[2], rank=1)
-
-    def twice(report: StepReport) -> StepReport:
-        if any(item.rank == 0 for item in getattr(report, kind)):
-            return report.aggregate(report)
-        return report
-
-    rig.after_report = twice
-    assert rig.run_alone("a", prompt(rig, 1)) == 2 * BLOCK_TOKENS
-    assert rig.counts["duplicate_reports"] >= 1
-    rig.check_idle()
-
-
 def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(make_tiers):
     rig = make_warm(make_tiers)
     strange = StepReport(
@@ -578,26 +501,6 @@ def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(make_tiers):
 
 
 # ---- errors inside -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
-def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
-    """I8: what a worker still writes to stays leased until it has reported."""
-    rig = make_warm(make_tiers, tensor_ranks=2)
-    bring_to(rig, moment)
-    rig.planner.disable()
-    if moment == "fetching":
-        assert rig.planner.gauges()["leased_slots"] == NUM_BLOCKS
-    rig.finish()
-    rig.step()
-    rig.check_tokens("a", 4)
-    assert rig.counts["hit_tokens"] == 0
-    assert rig.planner.gauges()["leased_slots"] == 0
-    rig.planner.check_invariants()
-    num_messages = len(rig.probes) + len(rig.fetches) + len(rig.spills)
-    rig.run_alone("b", prompt(rig, 2))
-    assert len(rig.probes) + len(rig.fetches) + len(rig.spills) == num_messages
-    assert not rig.planner.has_pending_push_work()
 
 
 @pytest.mark.parametrize(
@@ -684,17 +587,6 @@ def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers):
         rig.step_until(lambda: "a" not in rig.scheduler.requests)  # noqa: B023
         assert 3 <= times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
         assert rig.counts["tier_waits_cut"] == 1
-
-
-def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count():
-    """Of 160 tokens the tier brings the first 32, the host has the others."""
-    whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
-    lookup = LookUp(SimpleNamespace(), 0, first_token=16, end_token=176)
-    assert lookup.share() == 0.0
-    lookup.fetches, lookup.starts = [whole, late], [16, 32]
-    assert lookup.share() == 0.1
-    late.is_whole = True
-    assert lookup.share() == 1.0
 
 
 def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
