@@ -7,7 +7,6 @@ cache groups. Only then are tokens divided, so that a block has few words.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -210,11 +209,11 @@ def _deepseek_v41(recipe: Recipe, block: int) -> Layers:
         yield f"{name}.swa", swa
 
 
-def _kimi(num_layers: int, heads: int, recipe: Recipe, block: int) -> Layers:
+def _kimi(recipe: Recipe, block: int) -> Layers:
     mla = _mla(recipe, block, 576)
-    state = _state(recipe, block, _kda(recipe, heads), mla.page_size_bytes)
-    for layer in range(1, num_layers + 1):
-        yield f"layers.{layer}", mla if layer % 4 == 0 or layer == num_layers else state
+    state = _state(recipe, block, _kda(recipe, 96), mla.page_size_bytes)
+    for layer in range(1, 94):
+        yield f"layers.{layer}", mla if layer % 4 == 0 or layer == 93 else state
     if recipe.drafts:
         is_dspark = recipe.drafts == "dspark"
         yield "draft", replace(mla, non_causal_multi_token_decode=is_dspark)
@@ -231,10 +230,10 @@ def _minimax_m3(recipe: Recipe, block: int) -> Layers:
         yield "draft", _attention(recipe, block, 8, 128)
 
 
-def _qwen(num_layers: int, value_heads: int, recipe: Recipe, block: int) -> Layers:
+def _qwen(recipe: Recipe, block: int) -> Layers:
     attention = _attention(recipe, block, 2, 256)
-    state = _state(recipe, block, _gdn(recipe, value_heads), attention.page_size_bytes)
-    for layer in range(num_layers):
+    state = _state(recipe, block, _gdn(recipe, 64), attention.page_size_bytes)
+    for layer in range(60):
         yield f"layers.{layer}", attention if layer % 4 == 3 else state
     if recipe.drafts:
         yield "draft", attention
@@ -268,26 +267,6 @@ def _gpt_oss(recipe: Recipe, block: int) -> Layers:
         yield "draft", _attention(recipe, block, 8, 64)
 
 
-def _llama(recipe: Recipe, block: int) -> Layers:
-    for layer in range(32):
-        yield f"layers.{layer}", _attention(recipe, block, 8, 128)
-
-
-def _gemma(num_layers: int, heads: tuple[int, int], sizes: tuple[int, int], *served: Any) -> Layers:
-    """Five layers with a window and one without, in turns; `heads` and `sizes` of both kinds."""
-    recipe, block = served
-    for layer in range(num_layers):
-        kind = int(layer % 6 == 5)
-        window = 0 if kind else 1024
-        yield f"layers.{layer}", _attention(recipe, block, heads[kind], sizes[kind], window)
-
-
-def _deepseek_v32(recipe: Recipe, block: int) -> Layers:
-    for layer in range(61):
-        yield f"layers.{layer}", _mla(recipe, block, 576)
-        yield f"layers.{layer}.indexer", _indexer(block)
-
-
 def _pages(shapes: Callable[[Recipe, int], Any], heads: int, token: Callable[[Recipe], Any]) -> Any:
     """See `Model.page_bytes`."""
     return lambda recipe: (
@@ -312,19 +291,11 @@ MODELS = {
     ),
     "kimi-k3": Model(
         "moonshotai/Kimi-K3; vllm/models/kimi_k3/nvidia/{mla,kda}.py",
-        functools.partial(_kimi, 93, 96),
+        _kimi,
         128,
         16,
         ("", "mtp", "dspark"),
         _pages(_kda, 96, lambda r: _mla(r, 1, 576)),
-    ),
-    "kimi-linear": Model(
-        "moonshotai/Kimi-Linear-48B-A3B-Instruct; vllm/models/kimi_k3/nvidia/{mla,kda}.py",
-        functools.partial(_kimi, 27, 32),
-        128,
-        16,
-        ("",),
-        _pages(_kda, 32, lambda r: _mla(r, 1, 576)),
     ),
     "minimax-m3": Model(
         "MiniMaxAI/MiniMax-M3; vllm/models/minimax_m3/{nvidia/model,common/indexer}.py",
@@ -335,17 +306,10 @@ MODELS = {
     ),
     "qwen3.5": Model(
         "Qwen/Qwen3.5-397B-A17B; vllm/model_executor/models/qwen3_5.py",
-        functools.partial(_qwen, 60, 64),
+        _qwen,
         16,
         16,
         page_bytes=_pages(_gdn, 64, lambda r: _attention(r, 1, 2, 256)),
-    ),
-    "qwen3-next": Model(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct; vllm/model_executor/models/qwen3_next.py",
-        functools.partial(_qwen, 48, 32),
-        16,
-        16,
-        page_bytes=_pages(_gdn, 32, lambda r: _attention(r, 1, 2, 256)),
     ),
     "glm-5": Model(
         "zai-org/GLM-5.2; vllm/models/deepseek_v32, DeepseekV32IndexerCache",
@@ -369,29 +333,6 @@ MODELS = {
     ),
 }
 
-MORE_MODELS = {
-    "llama-3.1": Model(
-        "meta-llama/Llama-3.1-8B; vllm/model_executor/models/llama.py", _llama, 16, 16
-    ),
-    "gemma-3": Model(
-        "google/gemma-3-27b-it; vllm/model_executor/models/gemma3.py",
-        functools.partial(_gemma, 62, (16, 16), (128, 128)),
-        16,
-        16,
-    ),
-    "gemma-4": Model(
-        "gemma4 of 48 layers, as in NousResearch/hermes-agent#109551; "
-        "vllm/model_executor/models/gemma4.py",
-        functools.partial(_gemma, 48, (8, 1), (256, 512)),
-        16,
-        16,
-    ),
-    "deepseek-v3.2": Model(
-        "deepseek-ai/DeepSeek-V3.2; vllm/models/deepseek_v32", _deepseek_v32, 64, 64
-    ),
-}
-"""Models of which the simulator has no profiles."""
-
 
 # ---- groups -------------------------------------------------------------------------------------
 
@@ -402,14 +343,12 @@ class ModelCache:
 
     Attributes:
         kv_cache_config: as vLLM's scheduler gets it.
-        worker_config: as its workers get it, which know each layer of a group.
         block_tokens: `block_size` of the engine.
         hash_tokens: of one hash of a request.
         num_replicas: ranks of `TENSOR_RANKS` that hold the same.
     """
 
     kv_cache_config: Any
-    worker_config: Any
     block_tokens: int
     hash_tokens: int
     num_replicas: int
@@ -420,16 +359,6 @@ class ModelCache:
     @property
     def specs(self) -> list[Any]:
         return [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-
-    @property
-    def eagle_ids(self) -> list[int]:
-        """Groups that vLLM has found a drafter's layers in."""
-        groups = enumerate(self.kv_cache_config.kv_cache_groups)
-        return [index for index, group in groups if group.is_eagle_group]
-
-    @property
-    def num_layers(self) -> list[int]:
-        return [len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups]
 
 
 def make_cache(recipe: Recipe, config: Any, num_bytes: int = 0) -> ModelCache:
@@ -442,7 +371,7 @@ def make_cache(recipe: Recipe, config: Any, num_bytes: int = 0) -> ModelCache:
     Raises:
         Exception: what vLLM raises where it refuses the model.
     """
-    model = (MODELS | MORE_MODELS)[recipe.model]
+    model = MODELS[recipe.model]
     block = model.real_block_tokens(recipe)
     config.model_config.hf_config.model_type = recipe.model.translate(MODEL_TYPE)
     config.cache_config.block_size = block
@@ -459,7 +388,6 @@ def make_cache(recipe: Recipe, config: Any, num_bytes: int = 0) -> ModelCache:
     cacheable = [g.kv_cache_spec for g in groups if g.kv_cache_spec.prefix_cacheable]
     return ModelCache(
         kv_cache_config,
-        worker_config,
         block,
         math.gcd(*(s.block_size * _ranks(s, recipe) for s in cacheable)) // recipe.match_units,
         kv_cache_groups_tp_replicas(groups, recipe.tensor_ranks, recipe.decode_ranks),

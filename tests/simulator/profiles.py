@@ -8,7 +8,6 @@ from typing import Any
 
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
-from tests.simulator.models import Recipe
 from tests.simulator.tenants import TENANTS_FILE
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import EngineShape
@@ -355,20 +354,6 @@ PROFILES: dict[str, Profile] = {
             num_resets=12,
         ),
     ),
-    "mamba-drafts": Profile(
-        "Mamba states with MTP drafts on a GPU; default retention of states",
-        EngineShape(
-            recipe=Recipe("qwen3-next", "mtp", 2),
-            num_draft_tokens=2,
-            retention_interval=0,
-            num_blocks=60,
-            num_slots=120,
-            max_batched_tokens=64,
-            has_streams=True,
-        ),
-        Workload(num_requests=32, num_stems=2, num_steps=120, stem_tokens=90, tail_tokens=20),
-        has_twin=True,
-    ),
     "failing": Profile(
         "copies fail, are rejected or stall, on three ranks",
         EngineShape(tensor_ranks=3, has_events=True),
@@ -631,16 +616,6 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=60, num_stems=6, num_steps=60, num_resets=1, has_wishes=True),
         faults={FaultKind.DIE: 4},
         num_engines=3,
-    ),
-    "pins-tenants": Profile(
-        "pins of four salts, with changing quotas",
-        EngineShape(
-            num_slots=60,
-            num_blocks=26,
-            extra={"pin_share": 0.4, "kv_hints": True, "tenants": TENANTS_FILE},
-        ),
-        replace(_SALTED, num_requests=32, num_steps=120, num_resets=2, has_wishes=True),
-        faults=_RETUNED,
     ),
     "pins-lazy": Profile(
         "the same with lazy_offload, a window, two ranks on a GPU, copies that fail",

@@ -143,17 +143,6 @@ def test_vllm_42085_simple_cpu_offload_makes_the_second_long_request_wait_for_th
     check_pools(engine)
 
 
-@pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_42085_simple_cpu_offload_holds_blocks_of_a_finished_request(groups):
-    engine = make_engine(SIMPLE, 5, groups=groups, num_blocks=201, num_slots=400)
-    engine.add("s0", random_prompt(120, 1), 1)
-    step_until(engine, lambda: "s0" not in engine.scheduler.requests)
-    num_held = 200 - engine.pool.get_num_free_blocks()
-    assert num_held >= 30, f"{mended(SIMPLE)}: it holds {num_held} blocks"
-    engine.drain()
-    check_pools(engine)
-
-
 # ---- vllm#43226 --------------------------------------------------------------------------------
 
 

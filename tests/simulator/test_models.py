@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from safe_offload.compat import cache_hits, specs
 from safe_offload.compat.versions import installed_version
@@ -16,8 +15,6 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.scheduler.geometry import GroupGeometry
 from safe_offload.scheduler.loads.admission import Admission, Need
 from safe_offload.scheduler.loads.boundaries import Boundaries
-from safe_offload.scheduler.stores.stores import Stores
-from tests.simulator import recipes
 from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.events import FaultKind
 from tests.simulator.floors import FLOORS, MODEL_SEEDS
@@ -28,30 +25,7 @@ from tests.simulator.recipes import SEGMENT_BLOCKS, draw, refusal
 from tests.simulator.run import findings_of, run
 from tests.simulator.vllm_setup import EngineShape, cache_of, real_cache
 
-GROUPS = {
-    "deepseek-v4": [
-        "window 64: 22",
-        "window 64: 21",
-        "mla 256: 62",
-        "window 4: 42",
-        "window 8: 20",
-    ],
-    "deepseek-v4.1": ["replay 32: 20", "replay 32: 20", "mla 256: 8", "ring 8: 3"],
-    "kimi-k3": ["mamba 768: 23", "mamba 768: 23", "mamba 768: 23", "mla 768: 24"],
-    "kimi-linear": ["mamba 256: 7", "mamba 256: 7", "mamba 256: 6", "mla 256: 7"],
-    "minimax-m3": ["full 128: 117"],
-    "qwen3.5": ["mamba 528: 15", "mamba 528: 15", "mamba 528: 15", "full 528: 15"],
-    "qwen3-next": ["mamba 272: 12", "mamba 272: 12", "mamba 272: 12", "full 272: 12"],
-    "glm-5": ["mla 64: 99"],
-    "glm-5.3-flash": [
-        *("mamba 640: 9", "mamba 640: 9", "mamba 640: 8", "mamba 640: 8"),
-        *("mla 640: 22", "ring 16: 11"),
-    ],
-    "gpt-oss": ["window 16: 18", "full 16: 18"],
-}
-"""Tokens of a block, and layers, of each group of a model that is served plainly."""
 SERVED = [(name, drafts) for name, model in MODELS.items() for drafts in model.drafts]
-WINDOWS = ("deepseek-v4", "deepseek-v4.1", "gpt-oss")
 NUM_POOL_BYTES = 60 << 30
 """KV cache of one GPU."""
 IS_031 = installed_version().startswith("0.31.")
@@ -62,53 +36,6 @@ def recipe_of(name: str, drafts: str = "", **more: Any) -> Recipe:
     """A recipe; windows are computed again where vLLM does so."""
     replays = more.get("prefill_ranks", 1) == 1
     return Recipe(name, drafts, 2 if drafts else 0, replays=replays, **more)
-
-
-# ---- what vLLM makes of them --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_vllm_makes_these_groups_of_a_model(name):
-    cache, _ = real_cache(recipe_of(name))
-    found = [
-        f"{group.kind} {group.block_tokens}: {num_layers}"
-        for group, num_layers in zip(cache.groups(1), cache.num_layers, strict=True)
-    ]
-    assert found == GROUPS[name]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_vllm_spreads_a_cache_over_ranks_where_no_window_slides(name):
-    refused = refusal(recipe_of(name, decode_ranks=2))
-    assert refused == ("AssertionError: DCP not support sliding window." * (name in WINDOWS))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_vllm_takes_an_interval_of_retention_where_something_is_kept_at_intervals(name):
-    interval = SEGMENT_BLOCKS * MODELS[name].small_tokens
-    has_effect = any(group.startswith(("window", "mamba", "replay")) for group in GROUPS[name])
-    assert ("has no effect" in refusal(recipe_of(name), interval)) == (not has_effect)
-    assert refusal(recipe_of(name), 0) == refusal(recipe_of(name)) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "drafts", "flagged"),
-    [
-        ("deepseek-v4", "mtp", {1}),  # of the windows, those with the drafter's
-        ("deepseek-v4.1", "dspark", {0}),
-        ("kimi-k3", "mtp", {3}),
-        ("kimi-k3", "dspark", {3}),
-        ("minimax-m3", "eagle3", set()),  # the only one, which drops its last block anyway
-        ("gpt-oss", "eagle3", set()),  # vLLM cannot tell, and both drop it
-    ],
-)
-def test_vllm_finds_the_groups_of_a_drafter(name, drafts, flagged):
-    cache = cache_of(recipe_of(name, drafts))
-    if hasattr(KVCacheSpec, "is_draft"):  # since 0.33 vLLM can always tell, and dspark drops none
-        groups = enumerate(cache.kv_cache_config.kv_cache_groups)
-        flagged = {i for i, group in groups if "draft" in group.layer_names} or flagged
-        flagged = set() if drafts == "dspark" else flagged
-    assert set(cache.eagle_ids) == flagged
 
 
 # ---- everything that vLLM's own cache would hit -------------------------------------------------
@@ -280,36 +207,6 @@ def test_enough_is_earned_however_a_model_is_served(name):
     assert [result.finding for result in results] == [None] * MODEL_SEEDS
     earned = sum((result.earned for result in results[1:]), results[0].earned)
     assert earned.what_is_below(FLOORS[name]) == ""
-
-
-def test_each_way_to_serve_a_model_is_drawn():
-    drawn = [draw(name, seed).shape for name in MODELS for seed in range(12)]
-    recipes = [shape.recipe for shape in drawn if shape.recipe is not None]
-    assert {(recipe.model, recipe.drafts) for recipe in recipes} == set(SERVED)
-    for field in ("is_fp8", "decode_ranks", "prefill_ranks", "checkpoints", "match_units"):
-        assert len({getattr(recipe, field) for recipe in recipes}) == 2, field
-    assert any(r.replays and r.model == "deepseek-v4.1" for r in recipes)
-    assert {bool(shape.extra.get("lazy_offload")) for shape in drawn} == {False, True}
-    assert len({shape.retention_interval for shape in drawn}) > 3
-    assert any(shape.is_replicated for shape in drawn)
-
-
-@pytest.mark.skipif(IS_031, reason="the seeds are those of vLLM 0.32 and later")
-@pytest.mark.parametrize(
-    ("name", "seed", "more_blocks", "group"), [("kimi-linear", 25, 2, 0), ("qwen3-next", 76, 1, 3)]
-)
-def test_vllm_itself_hits_what_is_not_there_inside_blocks(
-    monkeypatch, name, seed, more_blocks, group
-):
-    """A connector that stores nothing has no part in it."""
-    monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
-    monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
-    monkeypatch.setattr(recipes, "is_wrong_without_us", lambda recipe: False)
-    profile = draw(name, seed)
-    shape = replace(profile.shape, num_blocks=more_blocks * profile.shape.num_blocks)
-    (finding,) = findings_of(replace(profile, shape=shape), [seed])
-    assert finding.promise == "I6"
-    assert f"in group {group}" in finding.detail
 
 
 @pytest.mark.parametrize("num_left_out", [None, 1])

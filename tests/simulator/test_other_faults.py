@@ -4,11 +4,8 @@ Each name begins with the id of its row. test_faults_of_peers.py runs some of th
 connectors.
 """
 
-from typing import Any
-
 import pytest
 
-from tests.counts import num_failed
 from tests.simulator.device import Device
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.scenes import (
@@ -23,31 +20,6 @@ from tests.simulator.scenes import (
 
 PLAIN = ("full",)
 HYBRID = ("window:16", "full")
-
-
-@pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(make_engine, groups):
-    engine = make_engine(groups=groups)
-    run_alone(engine, "a", random_prompt(41, 1))
-    forget_gpu_cache(engine)
-
-    def lie(_: int, outputs: list[Any]) -> None:
-        for output in outputs:
-            output.finished_recving = {*(output.finished_recving or ()), "gone"}
-            output.finished_sending = {*(output.finished_sending or ()), "gone"}
-
-    engine.mutate_outputs.append(lie)
-    hold_copies(engine, True)
-    engine.add("gone", random_prompt(41, 1), 5)
-    engine.step()
-    engine.abort("gone")
-    engine.add("live", random_prompt(41, 3), 12)
-    for _ in range(4):
-        engine.step()
-    hold_copies(engine, False)
-    engine.drain()
-    check_answers(engine, live=12)
-    check_idle(engine)
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
@@ -71,36 +43,6 @@ def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(make_
     check_idle(engine)
 
 
-def test_h4_a_load_that_failed_is_not_offered_again(make_engine):
-    engine = make_engine()
-    run_alone(engine, "a", random_prompt(41, 1))
-    forget_gpu_cache(engine)
-    offered = watch_matches(engine)
-
-    def fail(_: int, outputs: list[Any]) -> None:
-        for output in outputs:
-            report = output.kv_connector_worker_meta
-            if report is not None and engine.connector.side.gauges()["loads_in_flight"]:
-                output.kv_connector_worker_meta = failed(report)
-
-    engine.mutate_outputs.append(fail)
-    run_alone(engine, "again", random_prompt(41, 1), 3)
-    assert [n for n in offered["again"] if n] == [40], "once"
-    assert num_failed(engine.counts, "load") == 1
-    check_answers(engine, again=3)
-    check_idle(engine)
-
-
-def failed(report: Any) -> Any:
-    """The same report, with every transfer failed."""
-    from dataclasses import replace
-
-    from safe_offload.protocol import FailureReason
-
-    reason = FailureReason.COPY_FAILED
-    return replace(report, outcomes=tuple(replace(o, failure=reason) for o in report.outcomes))
-
-
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(make_engine, groups):
     """Prompts that end at, before and behind every boundary of blocks and windows."""
@@ -113,55 +55,6 @@ def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(make_engine, gr
         run_alone(engine, f"n{num_tokens}", prompt[:num_tokens], 2)
         check_answers(engine, **{f"n{num_tokens}": 2})
         assert all(0 <= hit < num_tokens for hit in offered[f"n{num_tokens}"]), num_tokens
-    check_idle(engine)
-
-
-def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(make_engine):
-    engine = make_engine()
-    offered = watch_matches(engine)
-    hold_copies(engine, True)
-    for seed in (1, 1, 2):
-        engine.add(f"r{seed}-{len(offered)}", random_prompt(41, seed), 2)
-        for _ in range(5):
-            engine.step()
-    assert offered
-    assert all(type(hit) is int for hits in offered.values() for hit in hits)
-    hold_copies(engine, False)
-    engine.drain()
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(make_engine, groups):
-    engine = make_engine(groups=groups)
-    run_alone(engine, "a", random_prompt(41, 1))
-    forget_gpu_cache(engine)
-    request = engine.add("again", random_prompt(41, 1), 4)
-    assert engine.connector.get_num_new_matched_tokens(request, 0) == (40, True)
-    assert engine.connector.side.gauges()["leased_slots"] > 0
-    engine.abort("again")
-    assert engine.connector.side.gauges()["leased_slots"] == 0
-    engine.drain()
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(make_engine, groups):
-    engine = make_engine(groups=groups)
-    hold_copies(engine, True)
-    engine.add("a", random_prompt(41, 1), 8)
-    for _ in range(3):
-        engine.step()
-    assert engine.connector.side.gauges()["stores_in_flight"] > 0
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    hold_copies(engine, False)
-    engine.drain()
-    check_answers(engine, a=8)
-    assert engine.counts["unpublished_blocks"] > 0
-    forget_gpu_cache(engine)
-    run_alone(engine, "again", random_prompt(41, 1), 4)
-    assert engine.counts["hit_tokens"] == 40, "the live request was stored anew after the reset"
-    check_answers(engine, again=4)
     check_idle(engine)
 
 

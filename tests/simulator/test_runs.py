@@ -10,19 +10,15 @@ import pytest
 
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.pending import Store
-from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.stores import Stores
 from safe_offload.scheduler.tiers.tiered_hits import Stage, TieredHits
 from tests.counts import num_failed
 from tests.simulator.earnings import Earned
-from tests.simulator.faults import Faults
 from tests.simulator.floors import FLOORS, num_floor_seeds
 from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Result, findings_of, never_injected, run
 from tests.simulator.shrink import shrink
-from tests.simulator.swarm import BY_PRIORITY, NAMES, blocks_of_longest_request
-from tests.simulator.vllm_setup import hits_overwritten_states
-from tests.simulator.workload import make_events
+from tests.simulator.swarm import BY_PRIORITY
 
 SEEDS = dict.fromkeys(PROFILES, (0, 1)) | dict.fromkeys(
     ("foreign-ids", "all-faults", "tiers"), (1, 4)
@@ -33,7 +29,6 @@ SEEDS |= dict.fromkeys(
         "remote-last",
         "mamba-gpu",
         "mamba-large-lazy",
-        "mamba-drafts",
         "repeats",
         "tiers-tenants",
         "node",
@@ -108,15 +103,6 @@ def run_checked(profile: str, seed: int) -> Result:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_longest_request_fits_as_vllm_demands_it_at_its_start(profile):
-    """Else vLLM itself would never take it back once it is preempted."""
-    shape, sent = PROFILES[profile].shape, PROFILES[profile].workload
-    computed = sent.stem_tokens + sent.tail_tokens + sent.output_tokens - 1 + shape.num_draft_tokens
-    needed = blocks_of_longest_request(replace(shape, max_model_len=computed))
-    assert needed < shape.num_blocks
-
-
-@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize(
     "seeds",
     [pytest.param(BY_DAY, id="by day"), pytest.param(SEEDS, id="all", marks=pytest.mark.nightly)],
@@ -143,15 +129,6 @@ def test_of_every_profile_what_no_step_has_computed_is_found_nowhere(profile):
         run_checked(BY_PRIORITY + profile, seed)
 
 
-@pytest.mark.parametrize("is_lazy", [False, True])
-def test_the_checker_sees_what_no_step_has_computed(monkeypatch, is_lazy):
-    monkeypatch.setattr(StorePolicy, "forget_uncomputed", lambda *_: set())
-    profile = PROFILES["lazy-priority"]
-    shape = replace(profile.shape, extra={"lazy_offload": is_lazy})
-    found = findings_of(replace(profile, shape=shape), range(3))
-    assert "no step has computed it" in str(found)
-
-
 @pytest.mark.parametrize(
     "profile",
     [
@@ -167,21 +144,6 @@ def test_every_fault_that_a_profile_names_happens(profile):
     assert never_injected(profile, seeds, injected) == []
 
 
-def test_a_fault_that_never_happens_is_seen(monkeypatch):
-    monkeypatch.setattr(Faults, "before_step", lambda *_: None)
-    result = run("flips", 0)
-    assert result.finding is None
-    assert never_injected("flips", [0], result.injected) == ["flip"]
-
-
-def test_every_profile_must_store_load_and_hit():
-    assert set(FLOORS) == set(NAMES)
-    for profile, floor in FLOORS.items():
-        nothing = Earned(blocks_computed=1, loads=1, tokens_missing=1)
-        num_shares = 3 + ("tiers" in profile) + (floor.shared > 0)
-        assert nothing.what_is_below(floor).count("0.00 of at least") == num_shares, profile
-
-
 def test_a_connector_that_stores_nothing_is_seen(monkeypatch):
     """No promise is broken by it."""
     monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
@@ -189,19 +151,6 @@ def test_a_connector_that_stores_nothing_is_seen(monkeypatch):
     result = run("plain", 0)
     assert result.finding is None
     assert "stored 0.00" in result.earned.what_is_below(FLOORS["plain"])
-
-
-@pytest.mark.skipif(
-    not hits_overwritten_states(PROFILES["mamba-gpu"].shape),
-    reason="only vLLM 0.31 caches a Mamba state again in the block that decoding writes over",
-)
-def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch):
-    """A connector that stores nothing has no part in it."""
-    monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
-    monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
-    (finding,) = findings_of(PROFILES["mamba-gpu"], [110])
-    assert finding.promise == "I6"
-    assert "in group 1" in finding.detail
 
 
 def test_fetches_in_stages_break_no_promise(monkeypatch):
@@ -261,14 +210,6 @@ def test_bits_that_flip_are_read_if_nobody_compares():
     findings = findings_of(replace(flips, shape=shape), range(6))
     assert findings
     assert all(f.promise == "I6" and "reads at" in f.detail for f in findings)
-
-
-def test_leaving_an_event_out_leaves_the_others_as_they_are():
-    events = make_events(PROFILES["all-faults"], 3)
-    names = [event.name for event in events]
-    assert len(set(names)) == len(names)
-    without = run("all-faults", 3, only=set(names[1:])).events
-    assert without == events[1:]
 
 
 def test_a_run_is_shrunk_and_its_events_repeat_it(monkeypatch):

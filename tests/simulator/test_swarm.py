@@ -12,7 +12,7 @@ from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOORS, SWARM_SEEDS
 from tests.simulator.profiles import PROFILES, Profile, Workload
 from tests.simulator.run import Run, run
-from tests.simulator.swarm import RULES, SWARM, blocks_of_longest_request, draw
+from tests.simulator.swarm import SWARM, draw
 from tests.simulator.tiers import TierFault
 from tests.simulator.vllm_setup import EngineShape
 from tests.simulator.workload import make_events
@@ -65,26 +65,6 @@ def test_every_option_is_drawn():
         "load_in_step",
         "tiers",
     }
-
-
-def test_vllm_would_start_with_every_pool_that_is_drawn():
-    for seed in range(50):
-        shape = draw(seed).shape
-        assert shape.num_blocks > blocks_of_longest_request(shape)
-        assert all(shape.slots_of(rank) > 0 for rank in range(shape.num_ranks))
-
-
-def test_each_rule_leaves_out_what_it_says_and_no_draw_has_any():
-    refused = [
-        EngineShape(is_async=True, pipeline_ranks=2),
-        EngineShape(groups=("chunk:16", "full@8")),
-        EngineShape(groups=("mamba@8", "mamba@16")),
-        EngineShape(groups=("mamba",), num_draft_tokens=1),
-    ]
-    found = [[rule.refuses(Profile("", shape)) for rule in RULES] for shape in refused]
-    assert found == [[one is other for other in RULES] for one in RULES]
-    drawn = [draw(seed) for seed in range(50)]
-    assert not any(rule.refuses(profile) for rule in RULES for profile in drawn)
 
 
 def test_vllm_dies_of_chunks_in_blocks_of_several_sizes():
