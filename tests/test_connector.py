@@ -99,13 +99,6 @@ def check_logged(records: list[logging.LogRecord], hook: str) -> None:
 # ---- starting ----------------------------------------------------------------------------------
 
 
-def test_each_role_builds_its_half(make_connector):
-    scheduler = make_connector(KVConnectorRole.SCHEDULER)
-    assert isinstance(scheduler.side, Planner)
-    worker = make_connector(KVConnectorRole.WORKER)
-    assert isinstance(worker.side, WorkerBridge)
-
-
 @pytest.mark.parametrize(("executor", "is_child"), [("mp", True), ("uni", False)])
 def test_a_worker_knows_whether_vllm_has_started_a_process_for_it(
     make_connector, monkeypatch, executor, is_child
@@ -332,95 +325,6 @@ def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeyp
     assert connector.side.statistics().is_disabled
 
 
-def test_an_error_of_the_statistics_ends_in_their_hook(make_connector, monkeypatch, logged):
-    connector = make_connector()
-    monkeypatch.setattr(connector.side, "gauges", raise_error)
-    assert connector.get_kv_connector_stats() is None
-    check_logged(logged, "get_kv_connector_stats")
-    assert connector.side.statistics().is_disabled
-
-
-def test_the_hook_for_all_groups_is_contained_too(make_connector, monkeypatch, logged):
-    connector = make_connector()
-    monkeypatch.setattr(connector.side, "request_finished", raise_error)
-    assert connector.request_finished_all_groups(None, ([1],)) == (False, None)
-    check_logged(logged, "request_finished")
-
-
-def rig_with_a_prompt_on_the_host(make_rig: Any) -> tuple[Any, list[int]]:
-    rig = make_rig(num_blocks=13)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.run_alone("b", rig.prompt(41, 2))
-    return rig, prompt
-
-
-def raise_in_first_call(
-    monkeypatch: pytest.MonkeyPatch, owner: object, method: str
-) -> list[object]:
-    """Let a method raise once; returns its calls that did."""
-    original = getattr(owner, method)
-    calls: list[object] = []
-
-    def raise_once(*args: object) -> object:
-        if not calls:
-            calls.append(args)
-            raise RuntimeError("injected")
-        return original(*args)
-
-    monkeypatch.setattr(owner, method, raise_once)
-    return calls
-
-
-@pytest.mark.parametrize(
-    "method", ["on_new_request", "get_num_new_matched_tokens", "build_connector_meta"]
-)
-def test_after_an_error_nothing_is_matched_or_stored_any_more(
-    make_rig, monkeypatch, method, logged
-):
-    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
-    assert rig.run_alone("a2", prompt) > 0, "it worked before"
-    rig.run_alone("b2", rig.prompt(41, 3))
-    calls = raise_in_first_call(monkeypatch, rig.planner, method)
-    assert rig.run_alone("c", rig.prompt(41, 4)) == 0
-    assert calls
-    stored = rig.counts["stored_blocks"]
-    assert rig.run_alone("a3", prompt) == 0
-    assert rig.run_alone("a4", prompt) == 0
-    assert rig.counts["stored_blocks"] == stored
-    assert rig.counts["contained_errors"] == 1
-    assert len([r for r in logged if r.levelno >= logging.ERROR]) == 1
-    rig.check_idle()
-
-
-def test_a_request_whose_load_could_not_be_planned_is_recomputed(make_rig, monkeypatch, logged):
-    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
-    monkeypatch.setattr(rig.planner, "update_state_after_alloc", raise_error)
-    before = len(rig.plans)
-    rig.run_alone("a2", prompt)  # checks the answer
-    failures = [failure for plan in rig.plans[before:] for failure in plan.failures]
-    assert failures == ["a2"]
-    assert rig.counts["contained_errors"] >= 1
-    assert any("update_state_after_alloc failed" in record.getMessage() for record in logged)
-
-
-def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_rig, monkeypatch):
-    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
-    planner = rig.planner
-    plan = planner.build_connector_meta
-
-    def raise_if_a_load_has_begun(scheduler_output: Any, now_s: float) -> StepPlan:
-        if planner.loads.ledger.new:
-            raise RuntimeError("injected")
-        return plan(scheduler_output, now_s)
-
-    monkeypatch.setattr(planner, "build_connector_meta", raise_if_a_load_has_begun)
-    before = len(rig.plans)
-    rig.run_alone("a2", prompt)  # checks the answer
-    assert [failure for p in rig.plans[before:] for failure in p.failures] == ["a2"]
-    rig.check_idle()
-
-
 def test_a_broken_promise_is_raised_in_tests_and_kept_from_the_engine_in_production(
     make_connector, monkeypatch
 ):
@@ -435,21 +339,6 @@ def test_a_broken_promise_is_raised_in_tests_and_kept_from_the_engine_in_product
     monkeypatch.setattr(served.side, "get_num_new_matched_tokens", break_promise)
     assert served.get_num_new_matched_tokens(None, 0) == (0, False)
     assert contained(served) == 1
-
-
-def test_invariants_are_checked_only_where_they_were_asked_for(make_connector, monkeypatch):
-    checks: list[int] = []
-    for wanted in (False, True):
-        connector = make_connector(check_invariants=wanted)
-        planner = connector.side
-        monkeypatch.setattr(
-            planner, "build_connector_meta", lambda scheduler_output, now_s: EMPTY_PLAN
-        )
-        monkeypatch.setattr(planner, "update_connector_output", lambda output: None)
-        monkeypatch.setattr(planner, "check_invariants", lambda: checks.append(1))
-        connector.build_connector_meta(None)
-        connector.update_connector_output(KVConnectorOutput())
-        assert len(checks) == (2 if wanted else 0)
 
 
 # ---- worker side -------------------------------------------------------------------------------
@@ -519,17 +408,6 @@ def test_a_step_of_hooks_reaches_the_bridge_in_vllm_s_order(worker, monkeypatch)
     monkeypatch.undo()
 
 
-def test_another_connector_s_plan_is_not_taken_for_ours(worker, logged):
-    foreign: Any = SimpleNamespace()
-    worker.handle_preemptions(foreign)
-    worker.bind_connector_metadata(foreign)
-    worker.start_load_kv(None)
-    worker.wait_for_save()
-    worker.clear_connector_metadata()
-    assert contained(worker) == 0
-    assert not logged
-
-
 # ---- statistics --------------------------------------------------------------------------------
 
 
@@ -582,8 +460,3 @@ def test_ranks_that_hold_the_same_on_one_machine_keep_one_copy(
     assert (
         engine_config.ranks_per_copy(SimpleNamespace(parallel_config=parallel), cache) == expected
     )
-
-
-def test_a_vllm_that_does_not_tell_which_ranks_hold_the_same_has_a_copy_for_each():
-    config = SimpleNamespace(parallel_config=SimpleNamespace())
-    assert engine_config.ranks_per_copy(config, SimpleNamespace()) == 1

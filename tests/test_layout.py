@@ -103,11 +103,6 @@ def test_what_vllm_places_is_every_byte_once(tensors, segments):
     assert geometry_of(config_of(*tensors)) == Geometry(tuple(segments), BLOCKS)
 
 
-def test_a_storage_may_be_larger_than_its_blocks():
-    config = config_of(KVCacheTensor(REGION, ["a"], REGION, PAGE))
-    assert geometry_of(config, storage_bytes=8192).slot_bytes == PAGE
-
-
 LAYOUTS = getattr(kv_cache_interface, "KVCacheLayout", ())
 
 
@@ -137,26 +132,6 @@ def test_every_layout_of_vllm_is_covered_to_the_last_byte(layout):
 # ---- joining -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("places", "joined"),
-    [
-        pytest.param([(32, 16), (0, 16), (16, 16), (0, 16)], 48, id="any order, repeated"),
-        pytest.param([(0, 64), (8, 4), (60, 4)], 64, id="inside another"),
-    ],
-)
-def test_segments_that_touch_or_overlap_are_one(places, joined):
-    segments = [Segment(64, *place) for place in places]
-    assert make_geometry(segments, 5, 320).segments == (Segment(64, 0, joined),)
-
-
-def test_one_block_may_have_layers_one_behind_the_other():
-    """With a single block the regions of two layers touch, and are still two segments."""
-    segments = [Segment(64, 0, 64), Segment(64, 64, 64)]
-    geometry = make_geometry(segments, 1, 128)
-    assert geometry.slot_bytes == 128
-    assert bytes_of_block(geometry.segments, 0) == Counter(range(128))
-
-
 def test_host_memory_has_an_array_for_each_segment():
     geometry = Geometry((Segment(8, 0, 8), Segment(96, 80, 24), Segment(16, 2000, 16)), 10)
     assert geometry.slot_bytes == 48
@@ -183,11 +158,6 @@ def test_slots_in_slabs_have_bytes_of_their_own(num_slots, slab_bytes):
     assert layout.num_slots_within(layout.num_slabs) == num_slots
     if layout.num_slabs > 1:
         assert layout.slab_bytes % PAGE_BYTES == 0
-
-
-def test_a_segment_ends_behind_its_last_block():
-    assert Segment(64, 8, 24).end_bytes(1) == 32
-    assert Segment(64, 8, 24).end_bytes(3) == 160
 
 
 # ---- conflicts ---------------------------------------------------------------------------------
@@ -237,17 +207,6 @@ def test_a_layout_whose_blocks_cannot_be_copied_one_by_one_is_refused(
 def test_a_cache_without_blocks_or_layers_is_refused_as_such(segments, num_blocks):
     with pytest.raises(ConfigError, match="no blocks or no layers"):
         make_geometry(segments, num_blocks, 320)
-
-
-@pytest.mark.parametrize(
-    "segments",
-    [
-        pytest.param([Segment(64, 0, 32), Segment(64, 64 + 32, 32)], id="in the gaps of another"),
-        pytest.param([Segment(64, 0, 32), Segment(64, 320, 32)], id="behind another's last block"),
-    ],
-)
-def test_segments_beside_one_another_are_no_conflict(segments):
-    assert make_geometry(segments, 5, 4096).slot_bytes == 64
 
 
 def test_a_refusal_names_the_layout_and_the_fix_is_to_report_it():
