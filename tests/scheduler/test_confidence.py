@@ -7,7 +7,7 @@ import pytest
 from tests.simulator.run import run
 
 
-@pytest.mark.parametrize("profile", ["all-faults", "failing", "loads-fail", "foreign-ids"])
+@pytest.mark.parametrize("profile", ["all-faults", "failing"])
 def test_a_storm_of_failures_logs_no_token(profile, package_log, monkeypatch):
     """Every prompt has a long run of tokens; none of the messages has six of them in a row."""
     from tests.simulator.engine_core import EngineCore

@@ -20,8 +20,8 @@ MAY_BE_KEYED = {"RequestBook"}
 OF_VLLM = {"BlockTable.tables", "Costs.scheduled"}
 """Containers that vLLM keeps, or has made for a step."""
 PROFILES_WITH_ALL = (
-    *("plain", "hybrid-pressure", "lazy-pressure", "resets", "mamba-gpu", "loads-fail"),
-    *("tenants-lazy", "pins", "tiers-tenants", "tiers-hybrid-lazy", "node-pins"),
+    *("hybrid-pressure", "lazy-pressure", "resets", "mamba-gpu"),
+    *("tenants-lazy", "pins", "tiers-tenants", "node-pins"),
 )
 """Profiles which together have every part of the scheduler side."""
 LOOK_EVERY = 3

@@ -20,18 +20,14 @@ _WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV cache group.
+    """One KV cache group."""
 
-    Attributes:
-        kind: "full", "mla", "window", "chunk" or "mamba"; "replay", a window that is not cached and
-            computed again after a hit; "ring", one block that has the last tokens of a request.
-        size: tokens of the window or the chunk; of those that a ring collects before they are one.
-        block_tokens: tokens of a block.
-    """
-
+    # "full", "mla", "window", "chunk" or "mamba"; "replay", a window that is not cached and
+    # computed again after a hit; "ring", one block that has the last tokens of a request.
     kind: str
+    # Tokens of the window or the chunk; of those that a ring collects before they are one.
     size: int = 0
-    block_tokens: int = BLOCK_TOKENS
+    block_tokens: int = BLOCK_TOKENS  # tokens of a block
 
     @classmethod
     def parse(cls, text: str) -> Group:
@@ -88,20 +84,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive words of one block.
-
-    Attributes:
-        first: index of the first word in the block.
-        start: position of that word in the prefix.
-        end: one behind the last position.
-        is_state: all words of the block are the state behind position `end - 1`.
-    """
+    """Consecutive words of one block."""
 
     block_id: int
-    first: int
-    start: int
-    end: int
-    is_state: bool = False
+    first: int  # index of the first word in the block
+    start: int  # position of that word in the prefix
+    end: int  # one behind the last position
+    is_state: bool = False  # all words of the block are the state behind position `end - 1`
 
     def words(self, sequel: Sequel, place_bits: int, block_words: int) -> list[int]:
         if self.is_state:

@@ -45,20 +45,13 @@ class StateColumns:
     Each draft leaves a state in a column of its own. The right one is read there by the next step,
     or moved to where that step has its first. Source: vLLM 0.32.0, v1/worker/mamba_utils.py,
     preprocess_mamba and postprocess_mamba_fused_kernel.
-
-    Attributes:
-        read: of the state behind what was computed before; negative if there is none.
-        first: of the state behind the tokens that are no drafts.
-        moved: ahead of the forward, from one column to another.
-        saved: behind it.
-        next: first column, and how many behind it the next step finds its state.
     """
 
-    read: int
-    first: int
-    moved: list[tuple[int, int]]
-    saved: list[tuple[int, int]]
-    next: tuple[int, int]
+    read: int  # of the state behind what was computed before; negative if there is none
+    first: int  # of the state behind the tokens that are no drafts
+    moved: list[tuple[int, int]]  # ahead of the forward, from one column to another
+    saved: list[tuple[int, int]]  # behind it
+    next: tuple[int, int]  # first column, and how many behind it the next step finds its state
 
     @classmethod
     def of(

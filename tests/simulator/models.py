@@ -38,52 +38,32 @@ Layers = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A model as it is served.
+    """A model as it is served."""
 
-    Attributes:
-        model: a name of `MODELS`.
-        drafts: vLLM's method of speculative decoding; empty for none.
-        num_draft_tokens: of it.
-        is_fp8: the KV cache holds 8-bit floats.
-        decode_ranks: over which the KV cache of a token is spread (DCP).
-        prefill_ranks: over which a prompt is spread (PCP).
-        replays: sliding windows are computed again after a hit, where the model's code can do so.
-        checkpoints: a step may leave a Mamba state in its middle, as FlashKDA does.
-        match_units: hits may end at so many places inside a block, where there are states.
-        tensor_ranks: of each pipeline stage.
-    """
-
-    model: str
-    drafts: str = ""
-    num_draft_tokens: int = 0
-    is_fp8: bool = False
-    decode_ranks: int = 1
-    prefill_ranks: int = 1
+    model: str  # a name of `MODELS`
+    drafts: str = ""  # vLLM's method of speculative decoding; empty for none
+    num_draft_tokens: int = 0  # of it
+    is_fp8: bool = False  # the KV cache holds 8-bit floats
+    decode_ranks: int = 1  # over which the KV cache of a token is spread (DCP)
+    prefill_ranks: int = 1  # over which a prompt is spread (PCP)
+    # Sliding windows are computed again after a hit, where the model's code can do so.
     replays: bool = False
-    checkpoints: bool = False
-    match_units: int = 1
-    tensor_ranks: int = TENSOR_RANKS
+    checkpoints: bool = False  # a step may leave a Mamba state in its middle, as FlashKDA does
+    match_units: int = 1  # hits may end at so many places inside a block, where there are states
+    tensor_ranks: int = TENSOR_RANKS  # of each pipeline stage
     is_small: bool = True  # tokens are divided, for the simulator
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model decides its KV cache.
+    """What of a model decides its KV cache."""
 
-    Attributes:
-        source: where its facts are public; where vLLM makes specs of them.
-        layers: from a recipe and the tokens of a block to the layers.
-        block_tokens: of the largest block; with states the least, which vLLM makes larger.
-        small_tokens: the same in the simulator.
-        drafts: methods of speculative decoding that it is served with.
-        page_bytes: with states: of a state, and of one token of a layer with attention.
-    """
-
-    source: str
-    layers: Callable[[Recipe, int], Layers]
-    block_tokens: int
-    small_tokens: int
-    drafts: tuple[str, ...] = ("", "mtp")
+    source: str  # where its facts are public; where vLLM makes specs of them
+    layers: Callable[[Recipe, int], Layers]  # from a recipe and the tokens of a block to the layers
+    block_tokens: int  # of the largest block; with states the least, which vLLM makes larger
+    small_tokens: int  # the same in the simulator
+    drafts: tuple[str, ...] = ("", "mtp")  # methods of speculative decoding that it is served with
+    # With states: of a state, and of one token of a layer with attention.
     page_bytes: Callable[[Recipe], tuple[int, int]] | None = None
 
     def real_block_tokens(self, recipe: Recipe) -> int:
@@ -339,19 +319,12 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The KV cache of a model.
+    """The KV cache of a model."""
 
-    Attributes:
-        kv_cache_config: as vLLM's scheduler gets it.
-        block_tokens: `block_size` of the engine.
-        hash_tokens: of one hash of a request.
-        num_replicas: ranks of `TENSOR_RANKS` that hold the same.
-    """
-
-    kv_cache_config: Any
-    block_tokens: int
-    hash_tokens: int
-    num_replicas: int
+    kv_cache_config: Any  # as vLLM's scheduler gets it
+    block_tokens: int  # `block_size` of the engine
+    hash_tokens: int  # of one hash of a request
+    num_replicas: int  # ranks of `TENSOR_RANKS` that hold the same
 
     def groups(self, decode_ranks: int) -> tuple[Group, ...]:
         return tuple(_group(spec, decode_ranks) for spec in self.specs)

@@ -35,68 +35,40 @@ ALL_FAULTS: FaultCounts = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What clients do.
+    """What clients do."""
 
-    Attributes:
-        num_requests: in a run.
-        num_steps: over which they are sent.
-        num_stems: prefixes that they share.
-        num_tails: different ends of prompts.
-        stem_tokens: longest prefix.
-        tail_tokens: longest tail of a prompt.
-        whole_blocks: fraction of prompts that end with a block.
-        output_tokens: most tokens that one asks for.
-        num_aborts: most clients that go.
-        num_resets: most resets.
-        num_model_loads: most loads of weights that only the model is told of.
-        num_reused_ids: most request ids that are used again.
-        num_salts: cache salts; 1 for none.
-        has_wishes: clients ask for pins, give hints, and for nothing to be left.
-    """
-
-    num_requests: int = 48
-    num_steps: int = 180
-    num_stems: int = 4
-    num_tails: int = 6
-    stem_tokens: int = 60
-    tail_tokens: int = 12
-    whole_blocks: float = 0.25
-    output_tokens: int = 24
-    num_aborts: int = 10
-    num_resets: int = 3
-    num_model_loads: int = 0
-    num_reused_ids: int = 4
-    num_salts: int = 1
-    has_wishes: bool = False
+    num_requests: int = 48  # in a run
+    num_steps: int = 180  # over which they are sent
+    num_stems: int = 4  # prefixes that they share
+    num_tails: int = 6  # different ends of prompts
+    stem_tokens: int = 60  # longest prefix
+    tail_tokens: int = 12  # longest tail of a prompt
+    whole_blocks: float = 0.25  # fraction of prompts that end with a block
+    output_tokens: int = 24  # most tokens that one asks for
+    num_aborts: int = 10  # most clients that go
+    num_resets: int = 3  # most resets
+    num_model_loads: int = 0  # most loads of weights that only the model is told of
+    num_reused_ids: int = 4  # most request ids that are used again
+    num_salts: int = 1  # cache salts; 1 for none
+    has_wishes: bool = False  # clients ask for pins, give hints, and for nothing to be left
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of run.
+    """A kind of run."""
 
-    Attributes:
-        about: one line for the documentation.
-        copy_ticks_max: how late copies may end; a step is about six ticks.
-        faults: most faults of each kind in one run.
-        has_few_copies: copies and operations of tiers go wrong early, as there are few.
-        settles: faults and aborts end with the last request, and all must settle within a bound.
-        tiers: nearest first; the shape's settings name as many.
-        num_lives: how often the engine is started, each time on the tiers that the last left.
-        num_engines: that are driven together and share what the tiers hold.
-        has_twin: what vLLM's own cache has is compared with a scheduler without us.
-    """
-
-    about: str
+    about: str  # one line for the documentation
     shape: EngineShape = field(default_factory=EngineShape)
     workload: Workload = field(default_factory=Workload)
-    copy_ticks_max: int = 12
-    faults: FaultCounts = field(default_factory=dict)
-    has_few_copies: bool = False
+    copy_ticks_max: int = 12  # how late copies may end; a step is about six ticks
+    faults: FaultCounts = field(default_factory=dict)  # most faults of each kind in one run
+    has_few_copies: bool = False  # copies and operations of tiers go wrong early, as there are few
+    # Faults and aborts end with the last request, and all must settle within a bound.
     settles: bool = False
-    tiers: tuple[TierOptions, ...] = ()
-    num_lives: int = 1
-    num_engines: int = 1
-    has_twin: bool = False
+    tiers: tuple[TierOptions, ...] = ()  # nearest first; the shape's settings name as many
+    num_lives: int = 1  # how often the engine is started, each time on the tiers that the last left
+    num_engines: int = 1  # that are driven together and share what the tiers hold
+    has_twin: bool = False  # what vLLM's own cache has is compared with a scheduler without us
 
 
 TIER_FAULTS: FaultCounts = {

@@ -33,8 +33,7 @@ HYBRID = ("window:16", "full")
 # ---- vllm#39702: "Expected 19264 hit tokens, got 0" --------------------------------------------
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "is_async"), [(1, False), (2, True)])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
     make_engine, groups, num_ranks, is_async
@@ -95,8 +94,9 @@ def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(make_engi
 # ---- vllm#42085: the second long request -------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_ranks", "has_streams"), [(1, False), (2, True)])
-@pytest.mark.parametrize("num_held_steps", [0, 5, 50])
+@pytest.mark.parametrize(
+    ("num_held_steps", "num_ranks", "has_streams"), [(0, 1, False), (5, 1, False), (50, 2, True)]
+)
 @pytest.mark.parametrize("max_batched_tokens", [24, 2048])
 @pytest.mark.parametrize(("groups", "num_tokens"), [(PLAIN, 496), (HYBRID, 248)])
 def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_connector(
@@ -146,8 +146,9 @@ KINDS = {
 """Ids that are stale in some way, and under what they are counted in finished_recving."""
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(("num_ranks", "liars"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "liars", "is_async"), [(1, 1, False), (2, 1, True), (2, 2, False)]
+)
 @pytest.mark.parametrize("where", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_43226_the_scheduler_is_never_told_of_requests_that(
@@ -213,8 +214,7 @@ def gpu_references(engine: EngineCore) -> list[int]:
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("num_ranks", "is_async"), [(1, True), (2, False)])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_dynamo_6681_abort_and_stop_in_one_step_have_one_effect(
     make_engine, groups, is_async, num_ranks, num_times

@@ -74,19 +74,13 @@ REGRESSIONS = {
     "what another engine overwrote before it was pinned": ("node-pins", 132),
     # It had learned its hashes; one that learned the same later took them along when it ended.
     "tokens of what is rescued": ("priority:host-pressure", 1),
-    # A checker that took what a right draft had computed for what no step computes.
-    "hashed a step after it was computed": ("priority:swarm", 1),
     # A store settled into a prefix that was scanned once more later: one slot, leased twice.
     "one slot twice in a prefix": ("plain", 22),
     # Lazy: a step that computes nothing loads into blocks of a request that has just finished; they
     # were rescued a step later.
     "rescue a step too late": ("lazy-pressure", 0),
-    # A checker that learned from us which blocks were given out missed the target of a copy.
-    "the target of a copy": ("mamba-gpu", 100001),
     # A store that settled after a rank had died waited to be spilled, and no plan came any more.
     "idle with spills that wait": ("swarm", 1827),
-    # A checker that took a probe which no request waits for any more for something that is left.
-    "a probe that goes on": ("swarm", 13),
     # What a hit inside a block needs was taken for what only the host needs.
     "what vLLM keeps inside a block": ("shared-sparse", 13),
     # Lazy: what woke the engine for a tier that had been silent had blocks stored and spilled anew.

@@ -67,8 +67,6 @@ def status(rig: Rig, name: str) -> str:
     "shape",
     [
         {},
-        {"is_async": True},
-        {"tensor_ranks": 2},
         {"tensor_ranks": 2, "is_async": True, "has_streams": True, "is_v2": True},
         {"pipeline_ranks": 2},
         {"extra": {"lazy_offload": True}, "max_batched_tokens": 64},
