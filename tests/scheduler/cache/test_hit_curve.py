@@ -26,7 +26,7 @@ def curve_of(prompts: list[list[bytes]], num_slots: int) -> HitCurve:
     return curve
 
 
-@pytest.mark.parametrize("name", ["chat", "documents", "agents", "mooncake"])
+@pytest.mark.parametrize("name", ["documents", "agents", "mooncake"])
 def test_the_estimate_is_within_three_hundredths_of_a_replay(name):
     trace = make_trace(name, 1000)
     num_slots = trace.working_set // 10

@@ -293,4 +293,4 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = SlotMachine.TestCase
-TestSlotMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

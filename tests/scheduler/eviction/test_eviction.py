@@ -176,7 +176,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicyMachine = PolicyMachine.TestCase
-TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPolicyMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 # ---- the order of each -------------------------------------------------------------------------

@@ -104,7 +104,7 @@ with pytest.MonkeyPatch.context() as _patch:
     is_aligned=st.booleans(),
     end_max=st.integers(0, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_plain_rule_finds_what_the_coordinator_finds(
     kept, storing, num_hashes, num_computed_tokens, is_aligned, end_max
 ):
@@ -242,7 +242,7 @@ def test_our_rules_in_a_hybrid_model_find_what_vllm_finds(groups, drops_eagle_bl
     window=st.integers(1, 20),
     num_context_ranks=st.integers(1, 2),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_rule_in_runs_answers_as_vllms_does(
     vllms,
     missing,
@@ -393,7 +393,7 @@ def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups):
 
     @given(num_tokens=st.integers(1, 40), steps=st.lists(STEPS, min_size=4, max_size=30))
     # The same examples in each run: of random ones, some keep hardly any hit.
-    @settings(max_examples=200, deadline=None, derandomize=True)
+    @settings(max_examples=120, deadline=None, derandomize=True)
     def check(num_tokens: int, steps: list[tuple[Any, ...]]) -> None:
         nonlocal num_kept
         asker = Asker(hits_of(*groups, num_slots=24), num_tokens)
