@@ -59,6 +59,19 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
 # ---- leases ------------------------------------------------------------------------------------
 
 
+def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased():
+    pool = pool_of(3)
+    pool.release(fill(pool, "a", "b", "c"))
+    pool.lease([0, 1])
+    pool.lease([0])
+    pool.lease([0])
+    pool.release([0, 1, 0])
+    pool.check_invariants([[0]])
+    pool.lease([0])
+    pool.release([0, 0])
+    pool.check_invariants([])
+
+
 @pytest.mark.parametrize("slots", [[2], [0, 2], [2, 0]])
 def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots):
     pool = pool_of(3)

@@ -62,6 +62,14 @@ def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
     assert looks(schedule, 20, running) == fills
 
 
+def test_the_smallest_step_of_all_groups_counts():
+    schedule = StoreSchedule([8, 12], 1, 0)
+    running = Running(schedule, "a", 8)
+    schedule.due({"a": 8})
+    running.compute(8)
+    assert looks(schedule, 12, running) == [3, 7, 11]
+
+
 @given(
     num_drafts=st.integers(0, 5),
     num_tokens=st.integers(1, 12),
