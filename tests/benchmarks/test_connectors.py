@@ -1,19 +1,13 @@
 """What the benchmark of connectors gives to vLLM's own, and makes of what agents had."""
 
-import argparse
 import gzip
 import json
-import math
-from pathlib import Path
 
 import pytest
 
 from safe_offload.commands.bench.engine import BenchOptions
-from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError
 from tests.benchmarks import agents_engine, agents_traces, connectors
-from tests.benchmarks.agents_engine import Replayed
-from tests.benchmarks.scheduler_measure import percentile
 from tests.simulator.peers import PeerEngine, peer_shape
 
 BYTES = 1 << 20
@@ -27,43 +21,6 @@ def test_vllms_own_connectors_take_the_host_memory_that_is_asked_for(engine):
     extra = config["kv_connector_extra_config"]
     assert extra == {"cpu_bytes_to_use": BYTES}
     assert PeerEngine(peer_shape(config["kv_connector"], extra=extra), 1)
-
-
-def test_ours_has_the_settings_of_the_command_line_too():
-    more = {"kv_connector": "ours", "kv_connector_extra_config": {"min_load_tokens": 0}}
-    options = BenchOptions(cpu_bytes="1GiB", kv_transfer_config=more)
-    config = connectors.make_config("ours", options)
-    assert config is not None
-    read = OffloadConfig.from_extra_config(config["kv_connector_extra_config"], world_size=1)
-    assert (read.cpu_bytes_to_use, read.min_load_tokens) == (1 << 30, 0)
-
-
-def test_a_percentile_is_a_value_that_was_measured():
-    values = [float(n) for n in range(100, 0, -1)]
-    assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]
-    assert percentile([7.0], 99) == 7.0
-
-
-def test_agents_are_told_by_percentiles_and_by_vllms_own_counters():
-    tokens = {"tokens computed": 407_000, "from the GPU": 0, "from the host": 9}
-    found = {"SCO": [Replayed([0.1] * 89 + [0.9] * 2 + [2.0], [3.0] * 92, 46.0, tokens)]}
-    arguments = argparse.Namespace(turns=6, skip=0, scale=4, think_s=1.0)
-    report = agents_engine.make_report(found, {"OC": "no GPU"}, BenchOptions(), arguments, 16, {})
-    row = dict(report.figures["samples"]["SCO"])
-    assert row["first token, p50"] == [0.1]
-    assert row["first token, p90"] == [0.1]
-    assert row["first token, p99"] == [2.0]
-    assert row["from the host"] == [9]
-    assert report.figures["requests_per_s"] == {"SCO": [2.0]}
-    assert "407000" in report.render()
-    assert "OC: not here (no GPU)" in report.render()
-
-
-def test_a_pool_for_agents_holds_their_longest_prompt_at_least():
-    sized = agents_engine.with_pool(BenchOptions(prompt_tokens=64_000, block_size=16), 90_000.0)
-    assert sized.num_gpu_blocks == math.ceil(90_000 / 16)
-    least = agents_engine.with_pool(BenchOptions(prompt_tokens=64_000), 1.0)
-    assert (least.num_gpu_blocks, least.pool_ratio) == (None, 1.1)
 
 
 RECORDED = {
@@ -95,15 +52,6 @@ def test_a_scaled_prompt_shares_a_block_if_all_its_blocks_were_shared(tmp_path):
     block = agents_traces.BLOCK_TOKENS
     assert one[0][1][: 9 * block] == one[1][1][: 9 * block]
     assert one[0][1][: 9 * block] != other[0][1][: 9 * block]
-
-
-def test_parts_are_published_beside_the_whole(tmp_path):
-    whole = tmp_path / "figures.json"
-    report = connectors.make_report(
-        "busy", connectors.Found({"ours": {"hit": [1.0]}}, {}, 0), BenchOptions(), {}
-    )
-    connectors.publish_part(report, argparse.Namespace(json=whole), "busy")
-    assert [file.name for file in Path(tmp_path).iterdir()] == ["figures-busy.json"]
 
 
 def test_a_spoiled_block_that_changes_nothing_fails_the_run():
