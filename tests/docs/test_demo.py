@@ -98,14 +98,6 @@ def interrupted(demo):
             return demo.communicate(timeout=60)[0]
 
 
-def test_ctrl_c_leaves_neither_a_folder_nor_a_log_on_the_screen(demo, scratch):
-    said = interrupted(demo)
-    assert demo.returncode == 130
-    assert said.endswith("Ctrl-C kills them\nstopped; nothing stays behind\n")
-    assert "log" not in said
-    assert list(scratch.iterdir()) == []
-
-
 @pytest.fixture
 def neighbour():
     """Shared memory that is not the demo's."""
@@ -115,26 +107,20 @@ def neighbour():
     made.unlink()
 
 
-def test_a_server_that_does_not_end_is_killed_and_its_shared_memory_goes(
+def test_ctrl_c_kills_a_server_that_does_not_end_and_its_shared_memory_goes(
     tmp_path, scratch, neighbour
 ):
     (tmp_path / "server.py").write_text(STUBBORN)
     server = f"{sys.executable} {tmp_path / 'server.py'}"
-    demo = start(tmp_path, scratch, server, STOP_TIMEOUT="0")
+    demo = start(tmp_path, scratch, server, STOP_TIMEOUT="0", MODEL="")
     _, name = logged(demo, scratch, 2)
     assert Path("/dev/shm", name).exists()
     said = interrupted(demo)
+    assert "log" not in said
     assert (demo.returncode, said.endswith("nothing stays behind\n")) == (130, True)
     assert not Path("/dev/shm", name).exists()
     assert list(scratch.iterdir()) == []
     assert neighbour.exists()
-
-
-def test_without_the_small_model_the_demo_goes_on_with_a_tiny_one(tmp_path, scratch):
-    demo = start(tmp_path, scratch, MODEL="")
-    logged(demo, scratch, 1)
-    demo.terminate()
-    demo.communicate()
 
 
 def test_a_demo_that_fails_says_where_its_logs_are(demo, scratch):

@@ -44,14 +44,13 @@ def test_it_is_built_on_a_version_of_vllm_that_is_tested():
 
 
 def run_step(
-    folder: Path, versions: str, files: list[str]
+    folder: Path, versions: str, file: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run the RUN step where torch says these versions; return how it ended and what was called."""
     source, programs, packages = (folder / name for name in ("source", "programs", "packages"))
     for made in (source, programs, packages / "torch"):
         made.mkdir(parents=True)
-    for name in files:
-        (source / name).touch()
+    (source / file).touch()
     (packages / "torch" / "__init__.py").touch()
     (packages / "torch" / "version.py").write_text(versions)
     calls = folder / "calls"
@@ -73,18 +72,17 @@ def run_step(
 
 
 @pytest.mark.parametrize(
-    ("versions", "extra"),
+    ("versions", "extra", "file"),
     [
-        ("cuda, hip = '12.9', None", "cuda12"),
-        ("cuda, hip = '13.0', None", "cuda13"),
-        ("cuda, hip = None, '7.0.51831'", "rocm"),
+        ("cuda, hip = '12.9', None", "cuda12", "pyproject.toml"),
+        ("cuda, hip = '13.0', None", "cuda13", WHEEL),
+        ("cuda, hip = None, '7.0.51831'", "rocm", "pyproject.toml"),
     ],
 )
-@pytest.mark.parametrize("files", [["pyproject.toml"], [WHEEL]])
-def test_it_installs_the_extra_that_fits_the_torch_of_the_image(tmp_path, versions, extra, files):
-    done, calls = run_step(tmp_path, versions, files)
+def test_it_installs_the_extra_that_fits_the_torch_of_the_image(tmp_path, versions, extra, file):
+    done, calls = run_step(tmp_path, versions, file)
     assert done.returncode == 0, done.stderr
-    source = "/source" if files == ["pyproject.toml"] else f"/source/{WHEEL}"
+    source = "/source" if file == "pyproject.toml" else f"/source/{WHEEL}"
     assert calls[0] == f"uv pip install --system {source}[{extra},s3]"
     assert {extra, "s3"} <= PROJECT["optional-dependencies"].keys()
     assert calls[1].startswith("safe-offload config --kv-transfer-config ")
@@ -92,7 +90,7 @@ def test_it_installs_the_extra_that_fits_the_torch_of_the_image(tmp_path, versio
 
 
 def test_nothing_is_installed_beside_a_torch_of_the_cpu(tmp_path):
-    done, calls = run_step(tmp_path, "cuda, hip = None, None", ["pyproject.toml"])
+    done, calls = run_step(tmp_path, "cuda, hip = None, None", "pyproject.toml")
     assert done.returncode != 0
     assert calls == []
 

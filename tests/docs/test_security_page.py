@@ -14,10 +14,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
 from safe_offload.commands.cli import main
-from safe_offload.commands.doctor.tiers import check_tier
 from safe_offload.config.tier_list import tiers
 from safe_offload.config.tiers import TierConfig
-from safe_offload.findings import Severity
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.sealed_tier import SealedTier
@@ -118,17 +116,7 @@ def test_the_users_of_the_page_may_do_what_is_sent():
         assert [word for word in line.split()[4:] if word[0] != "+"] == known
 
 
-@pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
-def test_doctor_finds_nothing_missing_for_the_user_of_the_page(server, values):
-    url = f"redis://vllm:PASSWORD@{server.host_port}"
-    found = {one.id: one for one in check_tier(TierConfig.at(url, **values))}
-    assert found["tiers.access"].severity is Severity.OK, found["tiers.access"]
-    assert "read at" in found["tiers.rate"].found
-
-
-@pytest.mark.parametrize(
-    "values", [{}, {"ttl_s": 3600.0}, {"database": 1}], ids=["no ttl", "ttl", "a database"]
-)
+@pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0, "database": 1}], ids=["", "all"])
 async def test_an_engine_needs_no_other_right(server, values):
     tier = server.tier("vllm", **values)
     sources = [filled((4096,), number) for number in range(4)]
