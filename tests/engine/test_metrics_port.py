@@ -1,4 +1,4 @@
-"""`metrics_port` of real servers: our rows, whether vLLM's own /metrics has them or not."""
+"""`metrics_port` of real servers whose own /metrics lacks our rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.engine.http_server import BLOCK_SIZE, PREFIX, HttpServer, hold_port
 from tests.programs import find_program
 
 NUM_TOKENS, NUM_HIT_TOKENS = 321, 320
+pytestmark = pytest.mark.nightly
+
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDEFGH")
 NUM_BLOCKS = 40
 """Fewer than the prompts have: the second round comes from the host."""
@@ -28,7 +30,7 @@ def port():
     holder.close()
 
 
-def rows(url: str, prefixes: tuple[str, ...] = (PREFIX, "vllm:kv_offload_")) -> Rows:
+def samples(url: str, prefixes: tuple[str, ...] = (PREFIX, "vllm:kv_offload_")) -> Rows:
     with urllib.request.urlopen(f"{url}/metrics", timeout=600) as response:
         families = text_string_to_metric_families(response.read().decode())
     return {
@@ -56,7 +58,7 @@ def serve(server: HttpServer, served: str) -> None:
     assert rounds[0] == rounds[1]
     names = ("stores_in_flight", "loads_in_flight")
     server.wait_for(
-        lambda: not any(total(rows(served), name) for name in names), "the end of all transfers"
+        lambda: not any(total(samples(served), name) for name in names), "the end of all transfers"
     )
 
 
@@ -78,21 +80,6 @@ def make_server(model: Path, folder: Path, port: int, **options: Any) -> HttpSer
     )
 
 
-def test_the_rows_are_those_of_vllms_server(model, tmp_path, port):
-    with make_server(model("llama"), tmp_path, port) as server:
-        server.wait_until_healthy()
-        served = f"http://127.0.0.1:{port}"
-        prompts = list(PROMPTS.values())
-        for prompt in (*prompts, *prompts):
-            server.ask(prompt)
-        server.settle()
-        found = rows(served)
-        server.wait_for(lambda: rows(server.url) == rows(served), "both to say the same")
-        check_counts(found)
-        assert "/metrics lacks" not in server.log()
-
-
-@pytest.mark.nightly
 @pytest.mark.skipif(
     find_program("vllm-rs") is None,
     reason="no vllm-rs: `make servers RUST=1`, or put the one of vLLM's own wheel on the PATH",
@@ -103,15 +90,16 @@ def test_with_the_rust_frontend_our_rows_are_there(model, tmp_path, port):
         server.wait_until_healthy()
         served = f"http://127.0.0.1:{port}"
         serve(server, served)
-        assert rows(server.url) == {}, "vLLM carries them now: say so, and see what is left to do"
-        check_counts(rows(served))
-        found = rows(server.url, (SOURCES,))
+        assert samples(server.url) == {}, (
+            "vLLM carries them now: say so, and see what is left to do"
+        )
+        check_counts(samples(served))
+        found = samples(server.url, (SOURCES,))
         by_source = {dict(labels)["source"]: value for (_, labels), value in found.items()}
         assert by_source["host"] == len(PROMPTS) * NUM_HIT_TOKENS
         assert sum(by_source.values()) == by_source["host"] + by_source["device"]
 
 
-@pytest.mark.nightly
 def test_without_log_statistics_our_rows_are_there(model, tmp_path, port):
     arguments = ("--disable-log-stats",)
     with make_server(model("llama"), tmp_path, port, arguments=arguments) as server:
@@ -122,7 +110,7 @@ def test_without_log_statistics_our_rows_are_there(model, tmp_path, port):
             server.ask(prompt)
         names = ("stores_in_flight", "loads_in_flight")
         server.wait_for(
-            lambda: not any(total(rows(served), name) for name in names), "the end of transfers"
+            lambda: not any(total(samples(served), name) for name in names), "the end of transfers"
         )
-        assert not any(value for (_, _), value in rows(server.url).items())
-        check_counts(rows(served))
+        assert not any(value for (_, _), value in samples(server.url).items())
+        check_counts(samples(served))

@@ -1,6 +1,5 @@
 """Real engines that share a server: what one has computed, another one answers."""
 
-import itertools
 import secrets
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from tests.bucket_server import BucketServer
 from tests.engine.engines import Job, Report, connector, make_job, num_hit_tokens, run, tier_at
 from tests.mooncake_server import Master, Segment, find_master
 from tests.programs import find_program
-from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import Certificates, Server, redis_binary
 
 NUM_TOKENS = 2000
@@ -83,43 +81,3 @@ def test_what_one_engine_computes_others_answer_from_valkey_redis_s3_and_mooncak
     for report in (first, *others):
         assert password not in report.log
         assert bucket.secret_key not in report.log
-
-
-class RefusingServer(ScriptedServer):
-    """Keeps objects, but for one write in thirty, which it refuses.
-
-    Bound: the objects of a test.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(self._answer)
-        self.objects: dict[bytes, bytes] = {}
-        self.num_refused = 0
-        self._turns = itertools.count(1)
-
-    def _answer(self, peer: Peer) -> None:
-        while True:
-            word, key, *more = peer.command()
-            if word == b"SET" and next(self._turns) % 30 == 0:
-                self.num_refused += 1
-                peer.send(b"-TRYAGAIN later\r\n")
-            elif word == b"SET":
-                self.objects[key] = more[0]
-                peer.send(b"+OK\r\n")
-            elif word == b"EXISTS":
-                peer.send(b":%d\r\n" % (key in self.objects))
-            elif (found := self.objects.get(key)) is not None:
-                peer.send(b"$%d\r\n%b\r\n" % (len(found), found))
-            else:
-                peer.send(b"$-1\r\n")
-
-
-def test_where_one_write_in_thirty_is_refused_another_engine_hits_all(model, tmp_path):
-    with RefusingServer() as server:
-        one = job(model("llama"), {"url": f"redis://127.0.0.1:{server.port}"})
-        (first,) = run(tmp_path / "first", one)
-        num_refused = server.num_refused
-        (second,) = run(tmp_path / "second", one)
-    assert num_refused >= NUM_BLOCKS // 30
-    assert first.count("retried_spill_blocks") == num_refused
-    check_shared(first, second)

@@ -63,16 +63,15 @@ def serve(engine: Any, workload: Workload) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("loads_in_step", [True, False])
-def test_an_idle_host_hit_computes_in_the_step_of_its_hook(model, tmp_path, loads_in_step):
+def test_an_idle_host_hit_computes_in_the_step_of_its_hook(model, tmp_path):
     workload = make_workload()
-    settings = {"load_in_step": loads_in_step, "check_invariants": True}
+    settings = {"load_in_step": True, "check_invariants": True}
     options = make_engine_options("llama", model("llama"), workload, settings)
     with EngineProcess("ours", options, tmp_path / "log") as process:
         process.wait_until_started(TIMEOUT_S)
         report = process.call(serve, workload, TIMEOUT_S)
     computes, loads = report["first steps"][0]
-    assert (computes > 0, loads) == ((True, 1) if loads_in_step else (False, 0)), report
+    assert (computes > 0, loads) == (True, 1), report
     for what in (CALM, FAILS, AGAIN, ABORTS):
         assert report[what] == report["anew"], (what, report)
     assert report["leases"] == 0

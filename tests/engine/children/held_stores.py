@@ -1,8 +1,6 @@
-"""Holds the worker's store copies back, to look at the engine while they are in flight.
+"""Holds each of the worker's store copies back until the engine fences it.
 
-Two ways, by the job's option `until`: "told" holds every store until the request has finished and
-the GPU's pool has been read; "fenced" holds each store until the engine fences it, the last moment
-at which it may still read its source.
+That is the last moment at which it may still read its source.
 """
 
 import threading
@@ -63,28 +61,6 @@ class Gates:
             gate.set()
 
 
-def finish_under_held_stores(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run the first prompt to its end, step by step, while no store can complete.
-
-    Returns its tokens, the highest reference count of any block on the way, and what is held right
-    after the step that finished it.
-    """
-    llm_engine = llm.llm_engine
-    prompt = {"prompt_token_ids": job["prompts"][job["turns"][0]]}
-    llm_engine.add_request("held", prompt, engine.sampling(job["num_answer_tokens"]))
-    highest_ref_cnt, outputs = 0, []
-    while llm_engine.has_unfinished_requests():
-        outputs += llm_engine.step()
-        counts = engine.audit(llm)["referenced_blocks"].values()
-        highest_ref_cnt = max([highest_ref_cnt, *counts])
-    (output,) = (output for output in outputs if output.finished)
-    return {
-        "token_ids": list(output.outputs[0].token_ids),
-        "highest_ref_cnt": highest_ref_cnt,
-        "audit": engine.audit(llm),
-    }
-
-
 def scenario(job: dict[str, Any]) -> dict[str, Any]:
     """See the module's docstring."""
     gates = Gates()
@@ -98,16 +74,7 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
 def run(job: dict[str, Any], gates: Gates) -> dict[str, Any]:
     """Do the turns of the job under held stores."""
     llm = engine.start(job)
-    report: dict[str, Any] = {}
-    if job["options"]["until"] == "told":
-        report["held"] = finish_under_held_stores(llm, job)
-        if report["held"]["audit"]["referenced_blocks"]:
-            return report  # the next prompt could wait for them for ever
-        gates.open_all()
-        engine.drain(llm)
-        report["drained"] = engine.audit(llm)
-        job["turns"] = job["turns"][1:]
-    report["answers"] = engine.take_turns(llm, job)
+    report: dict[str, Any] = {"answers": engine.take_turns(llm, job)}
     report["opened_by_fence"] = gates.opened_by_fence
     gates.open_all()
     engine.drain(llm)
