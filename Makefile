@@ -11,7 +11,7 @@
 #   REPOSITORY=https://…  the address of the repository, for `make alerts`, `make dist` and `make site`
 #   TIER=mooncake         what the engines of `make demo-fleet` share (default: valkey)
 #   VLLM=0.33.0           the vLLM of `make test-compat`
-#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='llama soak': only
+#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='llama tiers': only
 #                         these; SMALL=1: on the CPU, to try the steps
 
 SHELL := /bin/bash
@@ -177,7 +177,7 @@ digests: venv ## what must not change when code is tidied up, as text that diff 
 soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
 	$(BIN)/python -m tests.engine.soak
 
-bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-growth, bench-engine …
+bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-engine …
 	$(BIN)/python -m tests.benchmarks $* $(BENCH_ARGS)
 
 closure: venv ## does .venv resolve where pip is as it comes? for Python 3.11 and 3.12, without downloading

@@ -22,7 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("agents_engine", "recorded coding agents on engines with and without the connectors"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
-        ("growth", "growth of hook times with requests, blocks, pins, tenants, and so on"),
         ("copies", "copy bandwidth relative to the hardware limit, beside vLLM's own copies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("seals", "rates and CPU time of tiers: plain, sealed with a key, encrypted"),

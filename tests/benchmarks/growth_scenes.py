@@ -2,7 +2,7 @@
 
 Each makes an engine, vLLM's real scheduler with the scheduler side of ours and stand-ins for the
 workers, that is about to make the step in question. What a scene says of its size is what doubles.
-`python -m tests.benchmarks growth` times them, tests/scheduler/test_growth.py counts instructions.
+tests/scheduler/test_growth.py counts their instructions.
 """
 
 from __future__ import annotations
@@ -49,22 +49,21 @@ Make = Callable[[int, Closing], PeerEngine]
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`first`: the smallest of its sizes; `counted`: of those at which instructions are counted."""
+    """`counted`: the smallest size at which instructions are counted."""
 
     name: str
     make: Make
-    first: int
-    counted: int = 25
+    counted: int
 
 
 SCENES: list[Scene] = []
 
 
-def scene(name: str, *, first: int = 500, counted: int = 25) -> Callable[[Make], Make]:
+def scene(name: str, *, counted: int = 25) -> Callable[[Make], Make]:
     """Put a function into the list of scenes."""
 
     def add(make: Make) -> Make:
-        SCENES.append(Scene(name, make, first, counted))
+        SCENES.append(Scene(name, make, counted))
         return make
 
     return add
@@ -130,17 +129,17 @@ def loading(count: int, groups: tuple[str, ...], copy_steps: int = HANGS) -> Pee
     return engine
 
 
-@scene("waiting requests, each with a hit of its own", first=100)
+@scene("waiting requests, each with a hit of its own")
 def _own_hits(count: int, _: Closing) -> PeerEngine:
     return loading(count, PLAIN)
 
 
-@scene("the same with windows", first=100)
+@scene("the same with windows")
 def _own_hits_of_windows(count: int, _: Closing) -> PeerEngine:
     return loading(count, WINDOWED)
 
 
-@scene("loads that land in one step", first=100)
+@scene("loads that land in one step")
 def _landing(count: int, _: Closing) -> PeerEngine:
     engine = loading(count, PLAIN, copy_steps=1)
     engine.step()
@@ -162,7 +161,7 @@ def echo_failures(engine: PeerEngine) -> None:
     engine.mutate_output.append(lambda output: output.failed_recving.update(failed))
 
 
-@scene("loads that a reset has failed, whose requests go on", first=100)
+@scene("loads that a reset has failed, whose requests go on")
 def _failed(count: int, _: Closing) -> PeerEngine:
     engine = loading(count, PLAIN, copy_steps=1)
     engine.scheduler.max_num_running_reqs = 1
@@ -175,7 +174,7 @@ def _failed(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
-@scene("loads under way whose requests were aborted", first=100)
+@scene("loads under way whose requests were aborted")
 def _aborted(count: int, _: Closing) -> PeerEngine:
     from vllm.v1.request import RequestStatus
 
@@ -218,39 +217,39 @@ def burst(
     return engine
 
 
-@scene("waiting requests behind one prefix of as many blocks", first=100)
+@scene("waiting requests behind one prefix of as many blocks")
 def _burst(count: int, _: Closing) -> PeerEngine:
     return burst(count, PLAIN)
 
 
-@scene("the same, each with two blocks of its own on the host", first=100)
+@scene("the same, each with two blocks of its own on the host")
 def _burst_with_own(count: int, _: Closing) -> PeerEngine:
     return burst(count, PLAIN, num_own=2)
 
 
-@scene("the same with windows, without those", first=100)
+@scene("the same with windows, without those")
 def _burst_of_windows(count: int, _: Closing) -> PeerEngine:
     return burst(count, WINDOWED)
 
 
-@scene("the same, plain, with EAGLE drafts", first=100)
+@scene("the same, plain, with EAGLE drafts")
 def _burst_of_drafts(count: int, _: Closing) -> PeerEngine:
     return burst(count, is_eagle=True)
 
 
-@scene("the same with windows and EAGLE drafts", first=100)
+@scene("the same with windows and EAGLE drafts")
 def _burst_of_windows_and_drafts(count: int, _: Closing) -> PeerEngine:
     return burst(count, WINDOWED, is_eagle=True)
 
 
-@scene("the step after that: all wait for one load", first=100)
+@scene("the step after that: all wait for one load")
 def _waiting_for_one(count: int, _: Closing) -> PeerEngine:
     engine = burst(count, PLAIN)
     engine.step()
     return engine
 
 
-@scene("blocks of one hit", first=2000)
+@scene("blocks of one hit")
 def _prefix(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(2 * count + 100)
     on_host_only(engine, [own_prompt(0, count)])
@@ -258,7 +257,7 @@ def _prefix(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
-@scene("prompts that part from a longer one, which ends (hit ends)", first=250, counted=50)
+@scene("prompts that part from a longer one, which ends (hit ends)", counted=50)
 def _hit_ends(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(4 * count + 400, WINDOWED, retention_interval=0, max_seqs=4 * count)
     long = [number % 997 for number in range(count * BLOCK_TOKENS)]
@@ -307,14 +306,14 @@ class AbortsIn(PeerEngine):
         return super().step()
 
 
-@scene("running requests that all end at once", first=100)
+@scene("running requests that all end at once")
 def _ending(count: int, _: Closing) -> PeerEngine:
     engine = running(count)
     engine.__class__ = AbortsIn
     return engine
 
 
-@scene("the same after a reset", first=100)
+@scene("the same after a reset")
 def _ending_after_reset(count: int, _: Closing) -> PeerEngine:
     engine = running(count)
     engine.connector.reset_cache()
@@ -323,14 +322,14 @@ def _ending_after_reset(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
-@scene("the same with KV events", first=100)
+@scene("the same with KV events")
 def _ending_with_events(count: int, _: Closing) -> PeerEngine:
     engine = running(count, has_events=True)
     engine.__class__ = AbortsIn
     return engine
 
 
-@scene("requests that wait while one ends, with KV events", first=100)
+@scene("requests that wait while one ends, with KV events")
 def _queue_with_events(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(8 * count + 100, max_seqs=1, has_events=True)
     engine.send("runs", own_prompt(0, 1), 6)
@@ -341,7 +340,7 @@ def _queue_with_events(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
-@scene("requests of one prefix of as many blocks of which one runs, with KV events", first=100)
+@scene("requests of one prefix of as many blocks of which one runs, with KV events")
 def _burst_with_events(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(8 * count + 100, max_seqs=1, has_events=True)
     hash_once(engine, prompt_behind(count, 0), count)
@@ -349,27 +348,27 @@ def _burst_with_events(count: int, _: Closing) -> PeerEngine:
     return engine
 
 
-@scene("running requests that are all preempted", first=100)
+@scene("running requests that are all preempted")
 def _preempted(count: int, _: Closing) -> PeerEngine:
     engine = running(count)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     return engine
 
 
-@scene("KV cache groups", first=2, counted=2)
+@scene("KV cache groups", counted=2)
 def _groups(count: int, _: Closing) -> PeerEngine:
     windows = [f"window:{10 + number}" for number in range(count - 1)]
     return loading(64, ("full", *windows))
 
 
-@scene("blocks computed in one step", first=2000)
+@scene("blocks computed in one step")
 def _computed(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(2 * count + 100, max_batched_tokens=count * BLOCK_TOKENS + 100)
     engine.send("r", own_prompt(0, count), 2)
     return engine
 
 
-@scene("blocks of running requests for which the host has no room", first=1000)
+@scene("blocks of running requests for which the host has no room")
 def _left_over(count: int, _: Closing) -> PeerEngine:
     num_tokens = count * BLOCK_TOKENS + 100
     engine = make_engine(2 * count + 100, max_batched_tokens=num_tokens, num_slots=20)
@@ -404,7 +403,7 @@ def behind_one(count: int, engine: PeerEngine, **how: Any) -> PeerEngine:
     return engine
 
 
-@scene("requests that wait, one with parameters, while a store is fenced", first=1000, counted=100)
+@scene("requests that wait, one with parameters, while a store is fenced", counted=100)
 def _queue_at_a_fence(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(20, max_seqs=1)
     engine.send("asks", [1, 2, 3], 1, kv_transfer_params={"max_load_tokens": 9})
@@ -413,19 +412,19 @@ def _queue_at_a_fence(count: int, _: Closing) -> PeerEngine:
     return behind_one(count, engine)
 
 
-@scene("requests that wait, all with parameters, while a store is fenced", first=1000, counted=100)
+@scene("requests that wait, all with parameters, while a store is fenced", counted=100)
 def _parameters_at_a_fence(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(20, max_seqs=1)
     return behind_one(count, engine, kv_transfer_params={"max_load_tokens": 9})
 
 
-@scene("requests that wait and leave nothing, with lazy stores", first=1000, counted=100)
+@scene("requests that wait and leave nothing, with lazy stores", counted=100)
 def _queue_that_leaves_nothing(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(20, max_seqs=1, extra={"lazy_offload": True})
     return behind_one(count, engine, kv_transfer_params={"store": "nothing"})
 
 
-@scene("requests that wait with an adapter, with a tier", first=1000, counted=100)
+@scene("requests that wait with an adapter, with a tier", counted=100)
 def _queue_with_an_adapter(count: int, closing: Closing) -> PeerEngine:
     engine = with_tier(20, closing, num_slots=40, max_seqs=1)
     behind_one(count, engine, lora_request=LoRARequest("a", 1, "/adapters/a"))
@@ -433,7 +432,7 @@ def _queue_with_an_adapter(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("requests that have ended, and whose loads go on", first=1000, counted=100)
+@scene("requests that have ended, and whose loads go on", counted=100)
 def _ended_loads(count: int, _: Closing) -> PeerEngine:
     engine = loading(count, PLAIN)
     engine.step()
@@ -468,7 +467,7 @@ def pinned(count: int, closing: Closing, **extra: Any) -> tuple[PeerEngine, mock
     return engine, clock
 
 
-@scene("pins of one prefix of as many blocks that expire", first=100)
+@scene("pins of one prefix of as many blocks that expire")
 def _expiring(count: int, closing: Closing) -> PeerEngine:
     engine, clock = pinned(count, closing)
     clock.return_value = 700.0
@@ -476,7 +475,7 @@ def _expiring(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("such pins, and a block is forgotten", first=100)
+@scene("such pins, and a block is forgotten")
 def _forgotten(count: int, closing: Closing) -> PeerEngine:
     engine, _ = pinned(count, closing)
     side = engine.connector.side
@@ -486,7 +485,7 @@ def _forgotten(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("such pins, and all is guaranteed to another tenant", first=100)
+@scene("such pins, and all is guaranteed to another tenant")
 def _overpinned(count: int, closing: Closing) -> PeerEngine:
     engine, _ = pinned(count, closing, tenants=tenants_file(closing, [["other"]], "1%"))
     side = engine.connector.side
@@ -523,13 +522,13 @@ def of_tenants(count: int, salts: list[str], closing: Closing, file: str) -> Pee
     return engine
 
 
-@scene("tenants of 128 requests", first=4, counted=4)
+@scene("tenants of 128 requests", counted=4)
 def _tenants(count: int, closing: Closing) -> PeerEngine:
     salts = [f"s{n:02}" for n in range(count)]
     return of_tenants(128, salts, closing, tenants_file(closing, [[s] for s in salts]))
 
 
-@scene("salts, named one by one, and as many requests", first=200)
+@scene("salts, named one by one, and as many requests")
 def _salts(count: int, closing: Closing) -> PeerEngine:
     salts = [f"salt{n:05}" for n in range(count)]
     return of_tenants(count, salts, closing, tenants_file(closing, [salts]))
@@ -550,7 +549,7 @@ def with_tier(
     return engine
 
 
-@scene("blocks that wait to be spilled", first=1000)
+@scene("blocks that wait to be spilled")
 def _spills(count: int, closing: Closing) -> PeerEngine:
     engine = with_tier(2 * count + 100, closing, num_slots=count + 100)
     engine.send("r", own_prompt(0, count), 200)
@@ -563,7 +562,7 @@ def _spills(count: int, closing: Closing) -> PeerEngine:
     return engine
 
 
-@scene("slots that are looked at before they are evicted", first=4000, counted=100)
+@scene("slots that are looked at before they are evicted", counted=100)
 def _evicted(count: int, closing: Closing) -> PeerEngine:
     engine = with_tier(count, closing, num_slots=count, store="evicted")
     for number in range(2):
@@ -603,18 +602,18 @@ def from_tier(count: int, closing: Closing, prompts: list[list[int]]) -> PeerEng
     return engine
 
 
-@scene("waiting requests of which a tier has told what it has", first=100)
+@scene("waiting requests of which a tier has told what it has")
 def _from_tier(count: int, closing: Closing) -> PeerEngine:
     return from_tier(count, closing, [own_prompt(number, 2) for number in range(count)])
 
 
-@scene("the same behind one prefix of as many blocks, in a tier", first=200, counted=50)
+@scene("the same behind one prefix of as many blocks, in a tier", counted=50)
 def _burst_from_tier(count: int, closing: Closing) -> PeerEngine:
     prompts = [prompt_behind(count, number) for number in range(count)]
     return from_tier(count, closing, prompts)
 
 
-@scene("the step after that: all wait for what a tier brings", first=100)
+@scene("the step after that: all wait for what a tier brings")
 def _waiting_for_tier(count: int, closing: Closing) -> PeerEngine:
     engine = _burst_from_tier(count, closing)
     while tiers_of(engine.connector.side).lookups.wanting:
@@ -642,7 +641,7 @@ class ResetsIn(PeerEngine):
         return super().step()
 
 
-@scene("blocks and running requests at a reset", first=250)
+@scene("blocks and running requests at a reset")
 def _reset(count: int, _: Closing) -> PeerEngine:
     engine = make_engine(12 * count + 100, max_seqs=count, max_batched_tokens=128 * count)
     on_host_only(engine, [own_prompt(number, 4) for number in range(count)], 0)
@@ -725,6 +724,6 @@ def _backlog(count: int, closing: Closing) -> PeerEngine:
     return pool_asked(40 * count, 1, count, closing)
 
 
-@scene("engines of a pool", first=3, counted=3)
+@scene("engines of a pool", counted=3)
 def _engines(count: int, closing: Closing) -> PeerEngine:
     return pool_asked(4096, count, 32, closing)

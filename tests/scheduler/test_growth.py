@@ -1,7 +1,7 @@
 """Work of hooks in one step of vLLM's scheduler: it grows no faster than what the step brings.
 
 Counted in bytecode instructions, so that no other process changes it. What runs in C counts as
-nothing; `python -m tests.benchmarks growth` times the same scenes, larger.
+nothing.
 """
 
 from __future__ import annotations
