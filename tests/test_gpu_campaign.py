@@ -129,35 +129,34 @@ def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
     verdicts = verdicts_of(steps, tmp_path / "results").values()
     assert [*verdicts] == ["FAILED (exit status 1)", "FAILED (every test was skipped)", "passed"]
     text = report_of(steps, tmp_path / "results")
-    assert "1 failed, 1 passed, 1 skipped" in text
-    assert "```text\na table\n```" in text
-    assert "AssertionError: the answer" in text
-    assert "no cupy here" in text
+    expected = "1 failed, 1 passed, 1 skipped", "```text\na table\n```", "no cupy here"
+    for words in (*expected, "AssertionError: the answer"):
+        assert words in text
     assert "test_good PASSED" not in text
 
 
-def test_every_file_with_tests_of_a_gpu_is_a_step_and_names_are_folders():
-    steps = make_steps(sys.executable)
+def test_every_file_with_tests_of_a_gpu_is_a_step_and_collected_by_make_test_gpu():
+    """And no other: the whole tree takes half a minute, and tools that a GPU machine may lack."""
+    steps, files = make_steps(sys.executable), set(find_gpu_tests())
     names = [step.name for step in steps]
     words = {word for step in steps for word in step.command}
-    assert {str(file.relative_to(ROOT)) for file in find_gpu_tests()} < words
+    assert {str(file.relative_to(ROOT)) for file in files} < words
     assert len({*names}) == len(names)
     assert not [name for name in names if "/" in name]
+    (line,) = re.findall(r"^GPU_TESTS := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    places = [ROOT / name for name in line.split()]
+    named = [place.glob("test_*.py") if place.is_dir() else [place] for place in places]
+    assert {file for some in named for file in some} == files
 
 
 def test_what_proves_most_fits_into_one_call_on_a_machine_that_has_nothing_yet(capsys):
     steps = first_steps(sys.executable)
-    names = ["smoke", "llama", "return-gemma3", "return-mla"]
-    assert [step.name for step in steps] == names
     sum_s = UNPACKED_S + sum(step.estimate_s for step in steps)
     assert sum_s <= BUDGET_S - STOP_S
     assert campaign.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1 + len(names)].split() == [
-        names[-1],
-        f"{steps[-1].estimate_s:.0f}",
-        f"{sum_s:.0f}",
-    ]
+    assert [line.split()[0] for line in lines[2:6]] == [step.name for step in steps]
+    assert lines[5].split()[-1] == f"{sum_s:.0f}"
     assert len(lines) == 2 + len(make_steps(sys.executable))
 
 
@@ -207,18 +206,6 @@ def test_a_step_on_the_cpu(step, tmp_path):
     assert found == {step.name: "passed"}, read_log(tmp_path / step.name / campaign.LOG)[-3000:]
 
 
-def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
-    """And no other: the whole tree takes half a minute, and tools that a GPU machine may lack."""
-    (line,) = re.findall(r"^GPU_TESTS := (.+)$", (ROOT / "Makefile").read_text(), re.M)
-    places = [ROOT / name for name in line.split()]
-    named = {
-        file
-        for place in places
-        for file in (place.glob("test_*.py") if place.is_dir() else [place])
-    }
-    assert named == set(find_gpu_tests())
-
-
 def test_figures_name_first_where_a_peer_is_ahead(tmp_path):
     engine = {name: [2.1, 2.9] for name in ("first pass", "second pass", "own hit")}
     peer = engine | {"own hit": [1.0, 1.5], "first pass": [2.45, 2.5], "tokens": [1.0, 1.0]}
@@ -237,36 +224,21 @@ def test_figures_name_first_where_a_peer_is_ahead(tmp_path):
     assert "another connector is ahead: 2.\n- return-llama, own hit" in text
 
 
-# ---- the text ------------------------------------------------------------------------------------
-
-
-def test_secrets_of_the_environment_and_the_home_folder_are_not_told(tmp_path, monkeypatch):
+def test_secrets_of_the_environment_and_the_home_folder_are_not_told(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("HOME", "/home/someone")
-    step = Step("step", 1.0, ("run", "hf_abcdefgh"))
-    (tmp_path / "step").mkdir()
-    log = "\x1b[1;36mAuthorization: hf_abcdefgh, from /home/someone/.cache"
-    (tmp_path / "step" / campaign.LOG).write_text(log)
-    (tmp_path / "step" / campaign.RESULT).write_text("FAILED (x)")
-    text = report_of([step], tmp_path)
-    for hidden in ("abcdefgh", "someone", "\x1b"):
-        assert hidden not in text
-    assert "from ~/.cache" in text
-
-
-# ---- the machine ---------------------------------------------------------------------------------
+    log = "Authorization: hf_abcdefgh, from /home/someone/.cache"
+    assert campaign.hide_secrets(log) == "Authorization: ***, from ~/.cache"
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import torch_that_is_not_there", "No module named 'torch_that_is_not_there'"),
         ("import os; os.abort()", "exit status -6"),
         ("import time; time.sleep(1000)", "did not find out within 0.5 s"),
-        ('print(\'{"torch": "2.13.0", "gpus": []}\')', "torch 2.13.0 sees none"),
     ],
 )
-def test_a_torch_that_is_missing_or_dies_or_hangs_is_no_gpu(code, words, monkeypatch):
+def test_a_torch_that_dies_or_hangs_is_no_gpu(code, words, monkeypatch):
     monkeypatch.setattr(campaign, "PROBE_TIMEOUT_S", 0.5 if "sleep" in code else 600)
     _, problem = ask_torch((sys.executable, "-c", code))
     assert problem.startswith("No GPU")
@@ -274,7 +246,7 @@ def test_a_torch_that_is_missing_or_dies_or_hangs_is_no_gpu(code, words, monkeyp
 
 
 def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, capsys):
-    for gpus, code, status in ((["a"], "pass", 0), (["a"], "raise SystemExit(1)", 1), ([], "", 1)):
+    for gpus, code, status in ((["a"], "raise SystemExit(1)", 1), ([], "", 1)):
         monkeypatch.setattr(campaign, "find_facts", lambda gpus=gpus: ({"GPU": str(gpus)}, gpus))
         monkeypatch.setattr(campaign, "make_steps", lambda *_, code=code: [python("step", code)])
         folder = tmp_path / f"{len(gpus)}{status}"

@@ -11,7 +11,6 @@ busy: a prompt that is only on the host comes back among three new ones of its l
 tiers: an engine writes each prompt to a directory, Valkey and Mooncake Store, all on this machine;
 then an engine with one of them each answers it, as if it paid, and once more from the GPU.
 sleep: a prompt, sleep and wake-up, the prompt again, and once more from the GPU.
-soak: prompts return at random, several at once, and every load is compared with its checksum.
 """
 
 from __future__ import annotations
@@ -61,11 +60,6 @@ TIER_BYTES, TIER_WAITS_S = 12 << 30, {"wait_s": 60, "timeout_s": 30}
 WRITER = "writer"
 WRITTEN, WAITED = "vllm:safe_offload_tier_written_objects", "vllm:safe_offload_tier_wait_seconds"
 
-LOADED = "vllm:safe_offload_loaded_tokens"
-WRONG = tuple(
-    f"vllm:safe_offload_{name}"
-    for name in ("transfer_failures", "overdue_transfers", "contained_errors", "retired_slots")
-)
 CAUSE = re.compile(r"\b(?!RuntimeError: Engine core)\w+(?:Error|Exception): .+")
 
 NO_TIERS: Mapping[str, Sequence[dict[str, Any]]] = {}
@@ -362,41 +356,12 @@ def sleep_and_wake(engine: Any, settle_s: float) -> float:
     return time.perf_counter() - begin_s
 
 
-def measure_soak(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
-    samples: Samples = {}
-    num_failed = 0
-    with running(["ours"], options, folder, verify="load") as (engines, absent):
-        for index, name in in_turns(engines, options.rounds):
-            generator = random.Random(f"{options.seed}/soak/{index}")
-            lengths = [options.prompt_tokens // generator.randint(1, 4) for _ in range(8)]
-            prompts = [random_prompt(generator, length) for length in lengths]
-            batch = (generator.choices(prompts, k=40), options.answer_tokens)
-            all_s, num_loaded, failed = engines[name].call(answer_again, batch, TIMEOUT_S)
-            num_failed += failed > 0
-            record(samples, name, all_answers=all_s, tokens_from_the_host=num_loaded)
-    num_loaded = sum(sum(one["tokens from the host"]) for one in samples.values())
-    return Found(samples, absent, num_failed + (not num_loaded))
-
-
-def answer_again(
-    engine: Any, batch: tuple[list[tuple[int, ...]], int]
-) -> tuple[float, float, float]:
-    """Return the seconds, the tokens loaded, and what went wrong so far, by the counters."""
-    before, begin_s = read_metric(engine, LOADED), time.perf_counter()
-    for first in range(0, len(batch[0]), 4):
-        some = batch[0][first : first + 4]
-        generate(engine, some, [batch[1]] * len(some))
-    took_s = time.perf_counter() - begin_s
-    return took_s, read_metric(engine, LOADED) - before, read_metric(engine, *WRONG)
-
-
 ON_ENGINES = {"return": return_on, "busy": busy_on}
 """Scenarios for engines that run for others, too."""
 SCENARIOS: dict[str, Callable[..., Found]] = {
     **{name: partial(measure_on, scenario) for name, scenario in ON_ENGINES.items()},
     "tiers": measure_tiers,
     "sleep": measure_sleep,
-    "soak": measure_soak,
 }
 
 

@@ -31,8 +31,6 @@ SPECULATIVE: dict[str, Any] = {
 NOTHING: Mapping[str, Any] = {}
 SLEEP = {"enable_sleep_mode": True}  # which vLLM refuses on the CPU, where it sleeps without it
 CPU_MLA = {"attention_backend": "CPU_MLA"}  # the one with AMX takes no float32
-FEW_BLOCKS = ("--block-size", "16", "--num-gpu-blocks", "1602")
-"""Of `soak`: a pool of 1.6 prompts of the llama shape."""
 SANITIZER = "compute-sanitizer"
 TRACES = next(
     (file for up in (ROOT, ROOT.parent, ROOT.parents[1])
@@ -144,7 +142,6 @@ def more_steps(python: str) -> list[Step]:
         make.bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
         connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
         make.agents("agents-64", 401, [64], 16, turns=12),
-        connectors("soak", 240, "soak", "llama", "--rounds", "10"),
         connectors("sleep", 100, "sleep", "llama", only=("ours",), gpu_only=SLEEP),
         connectors("two-gpus", 180, "return", "llama", num_gpus=2, tensor_parallel_size=2),
         connectors(
@@ -200,7 +197,6 @@ class Maker:
     ) -> Step:
         sizes: tuple[str, ...] = ("--prompt-tokens", "16000", "--rounds", "3")
         sizes += ("--cpu-bytes", "16GiB")
-        sizes += FEW_BLOCKS if scenario == "soak" else ()
         arguments = ("--engine-args", json.dumps({**GRAPHS, **POOL, **gpu_only, **engine_args}))
         small_arguments = ("--engine-args", json.dumps({**cpu_only, **engine_args}))
         what = ("--scenario", scenario)
