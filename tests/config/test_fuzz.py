@@ -138,14 +138,6 @@ def test_whatever_is_written_works_or_is_answered_with_one_line(extra, world_siz
     assert type(config.verify_invariants) is bool
 
 
-@settings(max_examples=300)
-@given(key=st.sampled_from(VALID_KEYS), value=junk)
-def test_a_value_that_cannot_be_used_is_named_with_its_key(key, value):
-    message = refusal({key: value})
-    start = f'kv_connector_extra_config["{key}"]'
-    assert message is None or message.startswith((f"{start} = ", f"{start}["))
-
-
 tier = st.fixed_dictionaries(
     {},
     optional={
@@ -220,14 +212,3 @@ def test_a_whole_config_works_or_ends_in_the_error_of_a_wrong_argument(config):
     assert made.kv_role is not None
     extra = made.kv_connector_extra_config
     assert OffloadConfig.from_extra_config(extra, world_size=1).cpu_bytes_per_rank > 0
-
-
-@settings(max_examples=200)
-@given(extra=extras)
-def test_settings_that_we_refuse_are_refused_with_the_whole_config(extra):
-    from vllm.config import KVTransferConfig
-
-    plugin.register()
-    if refusal(extra) is not None:
-        with pytest.raises(ValueError, match=r"."):
-            KVTransferConfig(kv_connector=plugin.CONNECTOR_NAME, kv_connector_extra_config=extra)

@@ -66,8 +66,7 @@ def test_the_command_says_what_comes_of_it(public, capsys, monkeypatch):
     assert "secret" not in output.replace("secret_key", "")
 
 
-@pytest.mark.parametrize("bound", [0, -1, "much", True, []])
-@pytest.mark.parametrize("key", ["max_bytes", "gc_max_size_gb"])
+@pytest.mark.parametrize(("key", "bound"), [("max_bytes", 0), ("gc_max_size_gb", "much")])
 def test_a_bound_that_cannot_be_kept_is_refused(key, bound):
     tier = {"type": "fs", "root_dir": "/mnt/kv", key: bound}
     with pytest.raises(ConfigError, match=rf'\["secondary_tiers"\]\[0\]\["{key}"\] = .* Fix: '):
@@ -102,11 +101,11 @@ def test_a_directory_that_cannot_be_meant_is_refused(path):
         options({"secondary_tiers": [{"type": "fs", "root_dir": path}]})
 
 
-@pytest.mark.parametrize("value", [None, {}, [], "x", 3, [None], [[]], [{"type": []}]])
 @pytest.mark.parametrize("key", [key for key in KNOWN if key != "shared_storage_path"])
-def test_whatever_stands_in_their_keys_starts(key, value):
-    assert options({key: value}).tiers == ()
-    without_effect({key: value}, VALID_KEYS)
+def test_whatever_stands_in_their_keys_starts(key):
+    for value in (None, {}, [], "x", 3, [None], [[]], [{"type": []}]):
+        assert options({key: value}).tiers == ()
+        without_effect({key: value}, VALID_KEYS)
 
 
 def test_only_a_key_that_nobody_knows_is_refused():

@@ -8,26 +8,8 @@ from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     commit_of,
-    describe_machine,
-    median_and_spread,
     publish,
-    table,
 )
-
-ROWS = [["", "first", "second"], ["a", "1", "22,000"], ["longer", "333", ""]]
-
-
-def test_columns_are_aligned_and_lines_do_not_end_in_spaces():
-    assert table(ROWS).splitlines() == [
-        "        first  second",
-        "a           1  22,000",
-        "longer    333",
-    ]
-    assert table(ROWS, num_left=2).splitlines()[1] == "a       1      22,000"
-
-
-def test_the_range_stands_beside_the_median():
-    assert median_and_spread([0.5, 2.0, 1.0], ".1f") == "1.0 (0.5 to 2.0)"
 
 
 def test_a_report_is_printed_and_written(tmp_path, capsys):
@@ -44,14 +26,6 @@ def test_a_report_is_printed_and_written(tmp_path, capsys):
         "options": {"rounds": 2},
         "rows": [1],
     }
-
-
-def test_the_machine_is_described_by_what_matters_to_a_figure():
-    machine = describe_machine()
-    assert machine["cores"] >= 1
-    assert "torch" in machine["versions"]
-    assert len(machine["load_average_before"]) == 3
-    assert machine["date"].endswith("UTC")
 
 
 def test_a_checkout_that_was_packed_without_git_knows_its_commit(tmp_path):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from safe_offload.commands.cache import command, places
-from safe_offload.commands.cache.place import Place
+from safe_offload.commands.cache import command
 from safe_offload.tiers import store
 from safe_offload.tiers.files import file_store
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, namespace_folder
@@ -80,21 +79,6 @@ def test_a_description_that_anyone_wrote_is_read_as_far_as_it_can_be_one(call, r
     status, document = read(call, "ls", rig.url)
     found = {each["namespace"]: each["facts"] for each in document["namespaces"]}
     assert (status, found) == (0, {NAME: {}, OTHER: FACTS})
-
-
-def test_no_more_of_a_description_is_read_than_one_may_have(call, rig, monkeypatch):
-    lengths = []
-
-    class Watched(Place):
-        def _read(self, key: str, start: int, length: int) -> bytes:
-            found = super()._read(key, start, length)
-            lengths.append(len(found))
-            return found
-
-    monkeypatch.setattr(places, "Place", Watched)
-    rig.write(rig.description(FIRST), b"x" * (8 << 20))
-    assert call("ls", rig.url)[0] == 0
-    assert max(lengths) == DESCRIPTION_BYTES_MAX
 
 
 def test_facts_are_kept_of_as_many_descriptions_as_fit(call, rig, monkeypatch):

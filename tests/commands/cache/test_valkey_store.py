@@ -94,14 +94,6 @@ def test_a_key_of_another_type_is_bad(call, keys):
     assert "13 objects" in call("ls", keys.url)[1]
 
 
-def test_keys_are_printed_escaped(call, client, server):
-    client.rename(THIRD, THIRD[:-6] + b"\x1b[2J\r" + b"x" * 1000)
-    status, text = call("verify", url(server))
-    assert status == 1
-    assert all(line.isprintable() and len(line) < 400 for line in text.splitlines())
-    assert r"\x1b[2J\r" in text
-
-
 def test_keys_that_are_too_long_to_be_ours_are_passed_over(call, keys):
     start = keys.name(0)[:-8].encode()
     with keys.client.pipeline() as several:

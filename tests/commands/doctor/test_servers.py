@@ -179,11 +179,11 @@ def test_users_and_passwords(server, tmp_path):
 TRIALS = [
     (values, database, name)
     for values, database, also in (
-        ({}, "", "get"),
+        ({}, "", f"{SENT} get"),
         ({"ttl_s": 3600.0}, "", "getex pexpire"),
-        ({}, "/1", "get select"),
+        ({}, "/1", "select"),
     )
-    for name in f"{SENT} {also}".split()
+    for name in also.split()
 ]
 
 
