@@ -1,7 +1,7 @@
 """Ctrl-C of `make test`: it ends the run, and is no failure of a test that was under way.
 
 A terminal sends it to the whole process group, so that a test that takes it for an error reports
-that before the run ends. Behind `&` and `nohup`, it is ignored.
+that before the run ends.
 """
 
 import os
@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 A_TEST = """
@@ -22,22 +20,19 @@ from pathlib import Path
 def test_that_takes_long():
     Path(__file__).with_suffix(".begun").touch()
     try:
-        while not Path(__file__).with_suffix(".enough").exists():
-            time.sleep(0.05)
+        time.sleep(1000)
     except KeyboardInterrupt:
         raise AssertionError("interrupted")
 """
 
 
-@pytest.mark.parametrize("is_ignored", [False, True])
-def test_ctrl_c_fails_no_test(tmp_path, is_ignored):
+def test_ctrl_c_fails_no_test(tmp_path):
     files = [tmp_path / f"test_{name}.py" for name in "ab"]
     for file in files:
         file.write_text(A_TEST)
-    shell = ["sh", "-c", f"""{"trap '' INT;" if is_ignored else ""} exec "$@\"""", "sh"]
     options = ("-n", "2", "-p", "tests.conftest", "-c", "/dev/null", "--rootdir", tmp_path)
     run = subprocess.Popen(
-        [*shell, sys.executable, "-m", "pytest", *options, *files],
+        [sys.executable, "-m", "pytest", *options, *files],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -49,10 +44,7 @@ def test_ctrl_c_fails_no_test(tmp_path, is_ignored):
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
-    if is_ignored:
-        for file in files:
-            file.with_suffix(".enough").touch()
     said, _ = run.communicate()
-    assert ("2 passed" if is_ignored else "KeyboardInterrupt") in said
-    assert run.returncode == (0 if is_ignored else 2), said
+    assert "KeyboardInterrupt" in said
+    assert run.returncode == 2, said
     assert "failed" not in said

@@ -224,7 +224,7 @@ def check_start(extra: Any, secret: str) -> None:
     check_hidden(secret, "\n".join(said))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_the_settings_is_said_at_the_start(data, secret):
     check_start(data.draw(extras(secret)), secret)
@@ -247,7 +247,7 @@ def test_a_secret_in_the_place_of_a_key_is_not_said(alphabet):
     check_start({"tiers": [{**TIER, secret: 1}]}, secret)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_a_whole_config_is_said_by_vllm(data, secret):
     """Errors of the class that reads `--kv-transfer-config`, which has pydantic's around ours."""
@@ -260,7 +260,7 @@ def test_no_secret_in_a_whole_config_is_said_by_vllm(data, secret):
     check_hidden(secret, "\n".join(said))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_is_printed_by_the_commands(data, secret):
     text = json_of(data.draw(transfer_configs(secret)))

@@ -1,4 +1,4 @@
-"""What README.md and docs/get-started.md have a newcomer type, as it is written there; and a drain.
+"""What README.md and docs/get-started.md have a newcomer type, as it is written there.
 
 One server with a tokenizer and a tiny model does all of it: the tests are steps, in this order.
 """
@@ -7,14 +7,11 @@ import json
 import re
 import shlex
 import subprocess
-import threading
-import urllib.error
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.engine.http_server import HANG_S, HttpServer, make_body
+from tests.engine.http_server import HttpServer
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = (DOCS.parent / "README.md").read_text()
@@ -79,31 +76,3 @@ def test_get_started_shows_what_is_said(server):
     ]
     assert len(" ".join(map(str, range(1, 1001)))) == int(num_tokens.replace(",", ""))
     assert float(shown["hit_tokens"]) == float(shown["stored_blocks"]) * int(block_size)
-
-
-def test_a_drain_rejects_new_requests_as_the_page_on_upgrades_says(server):
-    page = (DOCS / "operate" / "upgrade.md").read_text()
-    begun, enough = threading.Event(), threading.Event()
-
-    def stream() -> None:
-        body = make_body([1, 2, 3], 11_000) | {"stream": True}
-        with server.open("/v1/completions", body) as response:
-            response.readline()
-            begun.set()
-            enough.wait(HANG_S)
-
-    reader = threading.Thread(target=stream)
-    reader.start()
-    assert begun.wait(HANG_S)
-    server.terminate()
-    server.wait_for(lambda: "draining in-flight requests count=1" in server.log(), "the drain")
-    assert server.is_healthy()
-    answer: Any = server.post("/v1/completions", make_body([4, 5, 6], 2))
-    assert f'`"finish_reason": "{answer["choices"][0]["finish_reason"]}"`' in page
-    with pytest.raises(urllib.error.HTTPError) as raised:
-        server.post("/v1/completions", {"model": "model", "prompt": "a text", "max_tokens": 2})
-    said = json.loads(raised.value.read())["error"]
-    assert f"HTTP {raised.value.code} (`{said['message']}`)" in page
-    enough.set()  # the client goes, and the request with it
-    reader.join()
-    server.wait_for_end()

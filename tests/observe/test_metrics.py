@@ -120,12 +120,6 @@ def test_counts_of_later_intervals_are_added_and_their_state_taken_over():
     }
 
 
-def test_statistics_of_an_interval_in_which_nothing_happened_can_be_added():
-    assert OffloadStats().aggregate(stats({"a": 1})).reduce() == {"a": 1}
-    assert stats({"a": 1}).aggregate(OffloadStats()).reduce() == {"a": 1}
-    assert OffloadStats().reduce() == {}
-
-
 def test_adding_leaves_what_was_added_as_it_was():
     """The connector compares its gauges with the last; vLLM adds to the statistics meanwhile."""
     counts, gauges = {"a": 1}, {"slots": 3}
@@ -290,15 +284,6 @@ def test_counts_add_up_and_gauges_stand_for_the_last(metrics, registry):
     assert value(registry, "slots") == 10
 
 
-def test_a_label_tells_counts_of_one_metric_apart(metrics, registry):
-    counts = {Count.EVICTED_BLOCKS_HIT: 2, Count.EVICTED_BLOCKS_UNHIT: 5}
-    metrics.observe({"counts": {str(count): number for count, number in counts.items()}})
-    metrics.observe({"counts": {'evicted_blocks{hit="true"}': 1}}, engine_idx=3)
-    assert value(registry, "evicted_blocks_total", hit="true") == 2
-    assert value(registry, "evicted_blocks_total", hit="false") == 5
-    assert value(registry, "evicted_blocks_total", engine=3, hit="true") == 1
-
-
 def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(
     make_rig, metrics, registry, monkeypatch
 ):
@@ -358,13 +343,6 @@ def test_names_of_another_version_are_left_out(metrics, registry):
     )
     assert value(registry, "hit_tokens_total") == 1
     assert "no_such" not in generate_latest(registry).decode()
-
-
-def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry):
-    metrics.observe({})
-    before = generate_latest(registry)
-    metrics.observe({})
-    assert generate_latest(registry) == before
 
 
 def test_every_gauge_of_the_scheduler_side_has_a_metric(make_rig):
