@@ -118,8 +118,9 @@ def test_what_a_step_that_is_cut_off_has_started_ends_and_it_is_run_again(tmp_pa
 def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
     file = tmp_path / "test_stand_in.py"
     file.write_text(TESTS)
-    command = (sys.executable, "-m", "pytest", "-v", "-rs", f"--rootdir={tmp_path}",
-               "-c", os.devnull, "-p", "no:cacheprovider", str(file))  # fmt: skip
+    program = (sys.executable, "-m", "pytest", "-v", "-rs", "-c", os.devnull)
+    alone = (f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(file))
+    command = ("env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", *program, *alone)
     write = "import json, sys; json.dump({'text': 'a table'}, open(sys.argv[1], 'w'))"
     steps = [
         Step("tests", 1.0, command),

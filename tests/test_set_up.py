@@ -66,6 +66,7 @@ def test_a_python_that_is_too_old_or_has_no_venv_is_named(tmp_path, fits, words)
     assert words in last_line_of_set_up(tmp_path / "venv", another)
 
 
+@pytest.mark.nightly
 def test_an_index_without_the_packages_is_told(tmp_path):
     said = last_line_of_set_up(tmp_path / "venv", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
     assert said.startswith("make venv: the package index lacks a wheel for this Python or machine")

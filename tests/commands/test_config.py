@@ -255,6 +255,8 @@ def test_the_page_shows_how_what_the_command_prints_begins(capsys):
     ],
 )
 def test_the_exit_status_is_that_of_the_page(arguments, expected):
-    command = [sys.executable, "-m", "safe_offload", "config", *arguments]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True)
-    assert done.returncode == expected, done.stderr
+    try:
+        status = main(["config", *arguments])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == expected

@@ -117,7 +117,7 @@ def check_message(message: str, extra: object) -> None:
         assert "expected a mapping" in message
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(extra=extras, world_size=st.integers(min_value=1, max_value=2048))
 def test_whatever_is_written_works_or_is_answered_with_one_line(extra, world_size):
     message = refusal(extra, world_size)
@@ -151,7 +151,7 @@ tier = st.fixed_dictionaries(
 ) | st.dictionaries(any_text | st.sampled_from(TIER_KEYS) | st.none() | st.integers(), junk)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(tiers=st.lists(tier, max_size=3))
 def test_whatever_is_written_of_tiers_works_or_is_answered_with_one_line(tiers):
     message = refusal({"tiers": tiers})
