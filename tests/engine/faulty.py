@@ -1,8 +1,8 @@
 """Makes the copies of a server fail and stall: `COPY_FAULTS` in its environment.
 
 COPY_FAULTS='{"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}': of the copies of a worker,
-two in a hundred raise and one in a hundred takes a second longer. With "swap": true every load
-swaps its first and its last slot; with "wrong": true it reads its first slot in place of its last.
+two in a hundred raise and one in a hundred takes a second longer. With "wrong": true every load
+reads its first slot in place of its last.
 """
 
 import dataclasses
@@ -27,10 +27,6 @@ def break_copies(faults: Mapping[str, Any]) -> None:
             raise OSError("failed by the test")
         if draw < fail + stall:
             threading.Event().wait(faults["stall_s"])
-        if faults.get("swap") and copy.direction is Direction.LOAD:
-            slot_ids = copy.slot_ids.copy()
-            slot_ids[[0, -1]] = slot_ids[[-1, 0]]
-            copy = dataclasses.replace(copy, slot_ids=slot_ids)
         if faults.get("wrong") and copy.direction is Direction.LOAD:
             slot_ids = copy.slot_ids.copy()
             slot_ids[-1] = slot_ids[0]
