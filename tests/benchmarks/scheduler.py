@@ -29,10 +29,10 @@ from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import (
     COPY_STEPS,
     Answers,
+    Calls,
     Facts,
-    Run,
-    Timing,
     count_hooks,
+    least_ns,
     observe,
     time_hooks,
 )
@@ -64,21 +64,14 @@ class TraceFound:
     """All connectors on one trace."""
 
     facts: dict[str, Facts] = field(default_factory=dict)  # by connector
-    timings: dict[str, Timing] = field(default_factory=dict)  # by connector
+    times_ns: dict[str, int] = field(default_factory=dict)  # of all hooks, by connector
     counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by connector and hook
-
-    def hooks(self) -> list[str]:
-        totals: dict[str, int] = {}
-        for timing in self.timings.values():
-            for hook, time in timing.hooks.items():
-                totals[hook] = totals.get(hook, 0) + time.total_ns
-        return sorted(totals, key=lambda hook: -totals[hook])
 
     def ratio(self, name: str, other: str) -> float | None:
         """Return how many times the hook time of another."""
-        if name not in self.timings or other not in self.timings:
+        if name not in self.times_ns or other not in self.times_ns:
             return None
-        return self.timings[name].total_ns / self.timings[other].total_ns
+        return self.times_ns[name] / self.times_ns[other]
 
     def total_counts(self, name: str) -> Counts:
         return sum(self.counts[name].values(), Counts())
@@ -145,12 +138,12 @@ def measure_trace(trace: Trace, options: SchedulerOptions, wrapper_ns: int) -> T
             found.counts[name] = count_hooks(trace, name, COPY_STEPS)
         return found
     order = list(options.connectors)
-    runs: dict[str, list[Run]] = {name: [] for name in order}
+    runs: dict[str, list[Calls]] = {name: [] for name in order}
     for _ in range(options.rounds):
         for name in order:
             runs[name].append(time_hooks(trace, name, COPY_STEPS, wrapper_ns))
         order.append(order.pop(0))
-    found.timings = {name: Timing.of(runs[name]) for name in options.connectors}
+    found.times_ns = {name: least_ns(runs[name]) for name in options.connectors}
     return found
 
 
@@ -179,19 +172,17 @@ def _ratios(trace: TraceFound, name: str) -> dict[str, float | None]:
 def _sections(traces: Traces) -> Iterator[str]:
     for name, trace in traces.items():
         yield f"== {name}\n" + _facts_table(trace)
-        if trace.timings:
-            yield "total ms, median us, p99 us of a call, calls\n" + _hooks_table(trace)
         if trace.counts:
             yield "bytecode instructions (calls of functions)\n" + _counts_table(trace)
 
 
 def _facts_table(trace: TraceFound) -> str:
     head = ["stored", "loaded", "hits", "computed", "preempted", "kept", ""]
-    if trace.timings:
-        head = ["hooks", "step", "p99", "per 1,000 blocks", *head]
+    if trace.times_ns:
+        head = ["hooks", "per 1,000 blocks", *head]
     rows = [["", *head]]
     for name, facts in trace.facts.items():
-        times = _time_cells(trace.timings[name], facts.num_moved) if trace.timings else []
+        times = _time_cells(trace.times_ns[name], facts.num_moved) if trace.times_ns else []
         rows.append(
             [
                 name,
@@ -208,33 +199,9 @@ def _facts_table(trace: TraceFound) -> str:
     return table(rows)
 
 
-def _time_cells(timing: Timing, num_moved: int) -> list[str]:
-    return [
-        f"{timing.total_ns / 1e6:,.0f} ms",
-        f"{timing.steps.median_ns / 1e3:,.0f} us",
-        f"{timing.steps.p99_ns / 1e3:,.0f} us",
-        f"{timing.total_ns / num_moved:,.0f} us" if num_moved else "-",
-    ]
-
-
-def _hooks_table(trace: TraceFound) -> str:
-    names = [name for name in trace.timings if name != NOTHING]
-    rows = [["", *names]]
-    for hook in trace.hooks():
-        times = [trace.timings[name].hooks.get(hook) for name in names]
-        rows.append(
-            [
-                hook,
-                *(
-                    f"{t.total_ns / 1e6:.1f} {t.median_ns / 1e3:6.1f} {t.p99_ns / 1e3:7.1f}"
-                    f" {t.calls:5,}"
-                    if t
-                    else "-"
-                    for t in times
-                ),
-            ]
-        )
-    return table(rows)
+def _time_cells(time_ns: int, num_moved: int) -> list[str]:
+    per_block = f"{time_ns / num_moved:,.0f} us" if num_moved else "-"
+    return [f"{time_ns / 1e6:,.0f} ms", per_block]
 
 
 def _counts_table(trace: TraceFound) -> str:

@@ -48,54 +48,19 @@ class Facts:
         return self.num_stored + self.num_loaded
 
 
-@dataclass(frozen=True, slots=True)
-class HookTime:
-    """The calls of one hook in one run."""
-
-    calls: int
-    median_ns: float
-    p99_ns: float
-    total_ns: int
-
-    @classmethod
-    def of(cls, samples_ns: Sequence[int]) -> HookTime:
-        if not samples_ns:
-            return cls(0, 0.0, 0.0, 0)
-        middle_ns = statistics.median(samples_ns)
-        return cls(len(samples_ns), middle_ns, percentile(samples_ns, 99), sum(samples_ns))
+Calls = dict[str, list[int]]
+"""Of one run: by hook, the nanoseconds of each call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run: each call of each hook, and all hooks by step."""
+def least_ns(runs: Sequence[Calls]) -> int:
+    """Return the time of all hooks, of each call the least of the rounds.
 
-    calls_ns: dict[str, list[int]]
-    steps_ns: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """All rounds of a trace: hooks one by one, and all of them by step."""
-
-    hooks: dict[str, HookTime]
-    steps: HookTime
-    total_ns: int
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> Timing:
-        """Return the least of the rounds, call by call.
-
-        A trace makes the same calls in every round, and what others do on the machine can only add
-        to a call.
-        """
-        hooks = {
-            hook: HookTime.of([min(same) for same in zip(*calls, strict=True)])
-            for hook in runs[0].calls_ns
-            for calls in [[run.calls_ns[hook] for run in runs]]
-        }
-        steps_ns = [min(same) for same in zip(*(run.steps_ns for run in runs), strict=True)]
-        total_ns = sum(time.total_ns for time in hooks.values())
-        return cls(hooks, HookTime.of(steps_ns), total_ns)
+    A trace makes the same calls in every round, and what others do on the machine can only add to a
+    call.
+    """
+    return sum(
+        min(same) for hook in runs[0] for same in zip(*(run[hook] for run in runs), strict=True)
+    )
 
 
 Answers = dict[str, list[int]]
@@ -120,15 +85,12 @@ def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
     return facts, engine.answers
 
 
-def time_hooks(trace: Trace, name: str, copy_steps: int, wrapper_ns: int) -> Run:
+def time_hooks(trace: Trace, name: str, copy_steps: int, wrapper_ns: int) -> Calls:
     timer = HookTimer(wrapper_ns)
     engine = make_engine(name, Sizes.of(trace), copy_steps)
     with without_gc():
         serve(engine, trace, timer)
-    return Run(
-        {hook: samples for hook, samples in timer.samples_ns.items() if samples},
-        timer.steps_ns,
-    )
+    return timer.samples_ns
 
 
 def count_hooks(trace: Trace, name: str, copy_steps: int) -> dict[str, Counts]:

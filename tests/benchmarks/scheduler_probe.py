@@ -79,31 +79,24 @@ class HookTimer:
 
     def __init__(self, wrapper_ns: int) -> None:
         self.samples_ns: dict[str, list[int]] = {}  # of each hook, in the order of the calls
-        self.steps_ns: list[int] = []  # all hooks together, by step
         self._wrapper_ns = wrapper_ns
-        self._step: list[int] = []
 
     def wrap(self, name: str, hook: Hook) -> Hook:
         """Return the hook with a clock around it."""
         clock = time.perf_counter_ns
         wrapper_ns = self._wrapper_ns
         note = self.samples_ns.setdefault(name, []).append
-        note_step = self._step.append
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start_ns = clock()
             result = hook(*args, **kwargs)
-            elapsed_ns = clock() - start_ns - wrapper_ns
-            note(elapsed_ns)
-            note_step(elapsed_ns)
+            note(clock() - start_ns - wrapper_ns)
             return result
 
         return timed
 
     def end_step(self, engine: PeerEngine) -> None:
-        """Sum up the hooks since the last step."""
-        self.steps_ns.append(sum(self._step))
-        self._step.clear()
+        """Nothing: only calls are kept."""
 
 
 def measure_wrapper_ns() -> int:
