@@ -147,10 +147,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         # Only workers import the code that copies (tests/test_layering.py).
         from safe_offload.tiers.namespace.namespace_facts import namespace_facts_of
         from safe_offload.worker.bridge import WorkerBridge
-        from safe_offload.worker.copies.choice import prepare
         from safe_offload.worker.opening import Opening
 
-        prepare(str(self._vllm_config.device_config.device_type), self._config)
         parallel = self._vllm_config.parallel_config
         # Ranks counted before the engine started may have allocated their memory by now.
         are_counted = self._config.num_slots is None and engine_config.are_workers_here(parallel)

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": (),
     "compat": ("config", "layout"),
     "observe": ("config", "protocol", "sides"),
-    "start": ("compat", "config", "started", "worker/memory"),
+    "start": ("compat", "config", "started", "worker/copies", "worker/memory"),
     "scheduler": (
         "compat",
         "observe",

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.compat.wrapping import wrap
-from safe_offload.config.options import OffloadConfig
-from safe_offload.config.transfer_config import ours_of
+from safe_offload.config.transfer_config import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,8 +43,7 @@ def wrap_worker(worker_class: Any) -> None:
 
 
 def _in_order(vllm_config: Any, layouts: list[str]) -> list[str]:
-    extras = [w.get("kv_connector_extra_config") for w in ours_of(vllm_config.kv_transfer_config)]
-    configs = [OffloadConfig.from_extra_config(extra, world_size=1) for extra in extras]
+    configs = settings_of(vllm_config.kv_transfer_config)
     if not any(config.enable_cross_layers_blocks for config in configs):
         return layouts
     if not _reads_whole_blocks(vllm_config):

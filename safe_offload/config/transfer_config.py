@@ -121,6 +121,12 @@ def ours_of(transfer_config: Any) -> list[Mapping[str, Any]]:
     return [each for each in (written, *children_of(written)) if is_ours(each)]
 
 
+def settings_of(transfer_config: Any) -> list[OffloadConfig]:
+    """Return the settings of the connectors that `ours_of` finds, for one rank."""
+    extras = [each.get(_EXTRA_KEY) for each in ours_of(transfer_config)]
+    return [OffloadConfig.from_extra_config(extra, world_size=1) for extra in extras]
+
+
 def _require_spelling(written: Mapping[str, object]) -> None:
     name = written.get("kv_connector")
     if not isinstance(name, str) or name == CONNECTOR_NAME:

@@ -24,6 +24,7 @@ from safe_offload.compat.whole_blocks import wrap_worker
 from safe_offload.compat.wrapping import is_wrapped, when_imported, wrap
 from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 from safe_offload.errors import ConfigError
+from safe_offload.start.ahead import wrap_creation
 from safe_offload.start.checks import prepare_start, take_offloading_size, warn_of_lost_metrics
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
@@ -53,7 +54,7 @@ def register() -> None:
         _wrap_engine_arguments()
         when_imported(_MEDIA_MODULE, lambda module: wrap_hashes(module.ProcessorInputs))
         when_imported(_REQUESTS_MODULE, lambda module: wrap_requests(module.InputProcessor))
-        when_imported(_WORKER_MODULE, lambda module: wrap_worker(module.WorkerBase))
+        when_imported(_WORKER_MODULE, _wrap_workers)
     except Exception:
         from safe_offload.compat.versions import installed_version
 
@@ -93,6 +94,11 @@ def _register_name() -> None:
             CONNECTOR_MODULE,
         )
     _is_registered = True
+
+
+def _wrap_workers(module: Any) -> None:
+    wrap_worker(module.WorkerBase)
+    wrap_creation(module.WorkerBase)
 
 
 def _wrap_kv_transfer_config() -> None:

@@ -23,7 +23,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
 from safe_offload.protocol import FailureReason, StepPlan, Transfer
 from safe_offload.worker import self_test
-from safe_offload.worker.copies import choice
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.opening import Opened, Opening
 from safe_offload.worker.self_test import SelfTest
@@ -133,13 +132,6 @@ def test_vllm_registers_first_then_warms_up_then_captures_and_calls_no_other_hoo
     assert trace[first_capture + 1] == "forward", "and the model runs inside"
     hooks = [word for word in trace if "_" in word]
     assert hooks == ["register_kv_caches", *(["reset_capture_state"] if is_v2 else [])]
-
-
-def test_cupy_is_imported_while_vllm_prepares_its_kv_cache(worker, monkeypatch):
-    trace = worker.machine.trace
-    monkeypatch.setattr(choice, "import_ahead", lambda: trace.append("import"))
-    monkeypatch.setattr(worker.vllm_config.device_config, "device_type", "cuda")
-    assert trace_of(worker, worker.start)[:2] == ["import", "register_kv_caches"]
 
 
 def test_a_profile_of_graphs_before_the_kv_cache_is_there_registers_nothing(worker):

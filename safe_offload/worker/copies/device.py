@@ -31,7 +31,7 @@ _ACTION_BYTES = 256  # at least a struct sigaction, whatever is in it; 152 with 
 
 
 def import_ahead(name: str = "cupy") -> None:
-    """Import a module on a thread, while vLLM prepares its KV cache; see `import_cupy`.
+    """Import a module on a thread, while vLLM loads its model; see `import_cupy`.
 
     The interpreter waits for the thread before it ends, as one that is stopped while a library is
     loaded may crash. Nothing is compiled: `keep_signal_handlers` would undo what vLLM's thread
