@@ -106,7 +106,7 @@ def first_steps(python: str) -> list[Step]:
         make.tests("smoke", 20, *smoke),
         make.llama(),
         make.quick("gemma3", 159, tiny="gemma3", rounds=10),
-        make.quick("mla", 65, tiny="deepseek", rounds=2, cpu_only=CPU_MLA),
+        make.quick("mla", 110, tiny="deepseek", rounds=10, cpu_only=CPU_MLA),
     ]
 
 
