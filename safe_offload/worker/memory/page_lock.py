@@ -131,8 +131,9 @@ class PageLock:
         locking_s = 0.0
         for index in range(self._layout.num_slabs):
             if index:
+                self._stopping.wait(max(PAUSE_S, locking_s))
                 self._may_lock.wait()
-                if self._stopping.wait(max(PAUSE_S, locking_s)):
+                if self._stopping.is_set():
                     return
                 if available_host_bytes() < self._layout.slab_bytes + HEADROOM_BYTES_MIN:
                     self._run_short()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,28 @@ def test_no_slab_is_locked_while_the_backend_is_undisturbed(locking):
         assert len(locking.gpu.locked) <= 2
     locking.wait_until_locked()
     assert locking.backend.num_usable_slots == NUM_SLOTS
+
+
+def test_a_slab_whose_pause_ends_while_the_backend_is_undisturbed_is_not_begun(
+    make_gpu, monkeypatch
+):
+    turn = threading.Event()
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout != page_lock.PAUSE_S:
+                return super().wait(timeout)
+            return turn.wait(PATIENCE_S) and self.is_set()
+
+    monkeypatch.setattr(page_lock, "PAUSE_S", 30.0)
+    stand_in = SimpleNamespace(Event=Event, Thread=threading.Thread)
+    monkeypatch.setattr(page_lock, "threading", stand_in)
+    locking = make_gpu(path=CopyPath.EACH, waits=False)
+    with locking.backend.undisturbed():
+        turn.set()
+        time.sleep(0.05)
+        assert len(locking.gpu.locked) == 1
+    locking.wait_until_locked()
 
 
 def test_a_backend_that_is_closed_while_undisturbed_ends(locking):
