@@ -13,7 +13,6 @@ from safe_offload.scheduler.cache.events import make_events
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.cache.tenants import TenantQuotas
 from safe_offload.scheduler.eviction.policies import POLICIES
-from safe_offload.scheduler.features.estimates import Estimates
 from safe_offload.scheduler.features.events import Events
 from safe_offload.scheduler.features.node import NodePool
 from safe_offload.scheduler.features.pins.hints import Hints
@@ -123,8 +122,6 @@ class Composition:
             yield NodePool(planner, slots)
         if self._quotas and self._tenants:
             yield TenantShares(planner, slots, self._quotas, self._tenants)
-        if config.estimate_hit_rates:
-            yield Estimates(planner.hits)
         if config.kv_hints:
             yield Hints(planner.counters)
         if config.pin_share or config.kv_hints:

@@ -121,7 +121,6 @@ FIELDS_OF_VLLM = {
 
 SLOTS = {
     "scheduler/cache/events.py": {"num_learned"},
-    "scheduler/features/estimates.py": {"is_estimated"},
     "scheduler/features/pins/pins.py": {"pins"},
     "scheduler/features/tenants.py": {"num_requested"},
     "scheduler/loads/admission.py": {"need"},

@@ -104,9 +104,6 @@ class OffloadConfig:
         key="share",
     )
     kv_hints: bool = setting(switch(), False, "Honor request hints.")
-    estimate_hit_rates: bool = setting(
-        switch(), False, "Estimate the hit rate at other memory sizes from a sample of blocks."
-    )
     kv_offload_backend: str = setting(
         choice(["cpu", "disk"]),
         "cpu",

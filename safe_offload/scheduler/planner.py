@@ -381,8 +381,6 @@ class Planner(SchedulerSide):
     def _end(self, state: RequestState) -> None:
         """A request has ended: give up what only a live one needs."""
         if state.phase is not Phase.FINISHED:
-            if not state.outdated:
-                state.end_with(self.policy.schedule.num_computed(state))
             self.loads.end(state)
             if state.marks:
                 self.hits.boundaries.leave(state)

@@ -115,10 +115,6 @@ class RequestState:
     # which alone ends its wait.
     is_failing: bool = False
     is_announced: bool = False  # the end of its present wait was reported to vLLM
-    is_refused: bool = False  # its further blocks are not stored, as others are worth more
-    # After its end, the leading computed tokens that its client allows to be stored; policies and
-    # estimates learn from these.
-    num_kept_tokens: int = 0
     # Its blocks are stored even if others are worth more, and at once when it ends.
     is_retained: bool = False
     # Fields that vLLM adds to the `kv_transfer_params` of its response, if any.
@@ -150,7 +146,6 @@ class RequestState:
     num_learned: int | None = None  # number of its hashes that KV events can describe; None without
     # Tokens requested from the host, while it waits; None if no tenant counts them.
     num_requested: int | None = None
-    is_estimated: bool = False  # it was looked up in the simulated caches, too
     pins: Sequence[Pin] = ()  # that it uses
 
     def __init__(self, request: Request, limits: Limits = NO_LIMITS) -> None:
@@ -199,15 +194,8 @@ class RequestState:
         self.is_retained = True
 
     def refuse(self, num_tokens: int) -> None:
-        """Store no block that ends after this many tokens; see `is_refused`."""
-        self.limits, self.is_refused = replace(self.limits, store_tokens=num_tokens), True
-
-    def end_with(self, num_computed_tokens: int) -> None:
-        """Set `num_kept_tokens` from its computed tokens and its limits."""
-        limit = None if self.is_refused else self.limits.store_tokens
-        self.num_kept_tokens = num_computed_tokens
-        if limit is not None:
-            self.num_kept_tokens = min(limit, num_computed_tokens)
+        """Store no block that ends after this many tokens, as others are worth more."""
+        self.limits = replace(self.limits, store_tokens=num_tokens)
 
     def respond(self, fields: Mapping[str, Any]) -> None:
         """Add fields to the response of a request that ends."""

@@ -135,7 +135,6 @@ READ = {
         (key, field): {True: (True, "true", "True", "TRUE"), False: (False, "false", "False")}
         for key, field in (
             ("lazy_offload", "lazy_offload"),
-            ("estimate_hit_rates", "estimate_hit_rates"),
             ("enable_cross_layers_blocks", "enable_cross_layers_blocks"),
             ("check_invariants", "verify_invariants"),
         )

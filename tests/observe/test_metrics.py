@@ -347,7 +347,7 @@ def test_names_of_another_version_are_left_out(metrics, registry):
 
 def test_every_gauge_of_the_scheduler_side_has_a_metric(make_rig):
     """And no metric is without a gauge: tiers and features bring their own."""
-    rig = make_rig(extra={"pin_share": 0.1, "estimate_hit_rates": True})
+    rig = make_rig(extra={"pin_share": 0.1})
     rig.run_alone("a", rig.prompt(9, 1))
     tiers = TierRig()
     tiers.start()

@@ -25,11 +25,10 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 EVERYTHING = {
     "pin_share": 0.3,
     "kv_hints": True,
-    "estimate_hit_rates": True,
     "tenants": TENANTS_FILE,
     "min_load_tokens": "auto",
 }
-NOTHING = {"estimate_hit_rates": False, "eviction_policy": "lru", "min_load_tokens": 0}
+NOTHING = {"eviction_policy": "lru", "min_load_tokens": 0}
 OF_THE_WORKER = ("worker/", "tiers/", "node/")
 
 
@@ -62,7 +61,7 @@ def modules_entered() -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("has_everything", "num_to_hit", "num_in_all"), [(False, 9, 21), (True, 21, 45)]
+    ("has_everything", "num_to_hit", "num_in_all"), [(False, 9, 21), (True, 21, 42)]
 )
 def test_modules_that_a_request_enters(has_everything, num_to_hit, num_in_all):
     rig = make_rig(has_everything=has_everything)

@@ -62,11 +62,6 @@ class Boundaries:
         blocks_per_token = sum(
             1 / size for size, need in zip(sizes, needs, strict=True) if not need
         )
-        # Blocks of full attention per hash of a request.
-        self.blocks_per_hash = blocks_per_token * self._hash_block_size
-        hashes_per_block = (size / self._hash_block_size for size in sizes)
-        # By other group, the blocks that a hit needs at its end, and hashes per block.
-        self.needs = [need for need in zip(needs, hashes_per_block, strict=True) if need[0]]
         if geometry.retention_interval == 0 and blocks_per_token:
             num_tokens = SHARE_MAX * sum(needs) / blocks_per_token
             if geometry.has_states:
