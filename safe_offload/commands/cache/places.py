@@ -26,7 +26,6 @@ OPTIONS: Final = {
     "--cert-file": "cert_file",
     "--key-file": "key_file",
     "--endpoint": "endpoint",
-    "--hmac-key-file": "hmac_key_file",
     "--encryption-key-file": "encryption_key_file",
 }
 """Options, and the settings of a tier that they set."""
