@@ -25,7 +25,7 @@ ALERTS = {
     ][0]["rules"]
     if "alert" in rule
 }
-UNSEEN_BY_DOCTOR = {"SafeOffloadMemoryErrors"}
+UNSEEN_BY_DOCTOR = {"SafeOffloadMemoryErrors", "SafeOffloadLoadsFail", "SafeOffloadCopiesHang"}
 REASONS = {reason.value for reason in FailureReason}
 """Why a load failed, which stands in the line."""
 

@@ -17,9 +17,9 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from safe_offload.commands.doctor import configuration, copies, memory, model, tiers, versions
+from safe_offload.commands.doctor import configuration, memory, model, tiers, versions
 from safe_offload.commands.doctor.machine import Machine, read_machine
 from safe_offload.commands.doctor.report import exit_status, guarded, render
 from safe_offload.commands.doctor.vllm_facts import VllmFacts, VllmProbe
@@ -27,11 +27,8 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.errors import ConfigError
-from safe_offload.findings import Finding, Severity, info
+from safe_offload.findings import Finding, Severity
 from safe_offload.worker.copies.row_kernel import installed_cupy
-
-if TYPE_CHECKING:
-    from safe_offload.commands.doctor.trial import Trial
 
 _DEFAULT_CONFIG: Final = json.dumps({"kv_connector": CONNECTOR_NAME})
 _PASTED: Final = ("vllm", "serve")
@@ -102,27 +99,21 @@ def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) 
     """Run every check; return the findings by theme."""
     found = guarded("configuration", configuration.check_written, written)
     vllm = probe.facts()
-    trials: list[Trial] = []
-    # MultiConnector's children all copy in the same way.
-    config = written.configs()[0]
-    found += guarded("copies", _check_copies, config, trials, vllm)
-    is_gpu = any(trial.is_gpu for trial in trials)
     configs = _configs(written, vllm)
     pools = memory.pools_of(configs, vllm, machine.shared_memory)
     found += guarded("configuration", configuration.check_environment, machine.environment, vllm)
     found += guarded("configuration", configuration.check_arguments, vllm)
     found += guarded("versions", versions.check_versions, vllm)
-    found += guarded("versions", versions.check_cupy, vllm, installed_cupy(), trials)
+    found += guarded("versions", versions.check_cupy, vllm, installed_cupy())
     found += guarded("memory", memory.check_pool, machine, pools)
     found += guarded("memory", memory.check_shared_memory, machine.shared_memory, pools)
-    found += guarded("memory", memory.check_swap, machine, is_gpu=is_gpu)
     is_mla = bool(vllm.model and vllm.model.is_mla and vllm.engine and vllm.engine.num_ranks > 1)
     found += guarded("memory", memory.check_huge_pages, machine, pools, has_copies_for_all=is_mla)
     found += guarded("model", model.check_model, vllm, configs)
     found += guarded("tiers", _check_tiers, configs, vllm)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
         found += guarded("tiers", tiers.check_user, is_root=machine.is_root)
-    order = ("configuration", "versions", "memory", "copies", "model", "tiers")
+    order = ("configuration", "versions", "memory", "model", "tiers")
     return sorted(found, key=lambda one: order.index(one.id.partition(".")[0]))
 
 
@@ -136,22 +127,6 @@ def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[Offloa
         return written.configs(num_ranks)
     except ConfigError:
         return written.configs()
-
-
-def _check_copies(config: OffloadConfig, trials: list[Trial], vllm: VllmFacts) -> Iterator[Finding]:
-    """Try the copies of every device; append each trial to `trials`.
-
-    Importing torch and vLLM may end the process; the probe's process has survived it.
-    """
-    if not vllm.version:
-        yield info("copies.self-test", "not tested without torch and vLLM")
-        return
-    from safe_offload.commands.doctor.trial import devices, run_trial
-
-    for device in devices():
-        trial = run_trial(device, config)
-        trials.append(trial)
-        yield from copies.check_copies(trial)
 
 
 def _check_tiers(configs: Sequence[OffloadConfig], vllm: VllmFacts) -> Iterator[Finding]:

@@ -61,8 +61,6 @@ class Machine:
 
     available_bytes: int  # of host memory, without swapping and below every limit of the cgroups
     machine_available_bytes: int  # the same without the limits of the cgroups
-    swap_bytes: int = 0
-    swap_used_bytes: int = 0
     huge_pages: HugePages = UNKNOWN
     huge_pages_memfd: HugePages = UNKNOWN
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +75,6 @@ def read_machine(
 ) -> Machine:
     """Read the facts from the folders where Linux shows them."""
     kib = stat_values(proc / "meminfo")
-    swap_bytes = kib.get("SwapTotal:", 0) * 1024
     return Machine(
         available_bytes=available_host_bytes(
             meminfo_path=proc / "meminfo",
@@ -85,8 +82,6 @@ def read_machine(
             cgroup_root=cgroup_root,
         ),
         machine_available_bytes=kib.get("MemAvailable:", 0) * 1024,
-        swap_bytes=swap_bytes,
-        swap_used_bytes=swap_bytes - kib.get("SwapFree:", 0) * 1024,
         huge_pages=huge_pages.of_private(),
         huge_pages_memfd=huge_pages.of_memfd(),
         environment=dict(os.environ),

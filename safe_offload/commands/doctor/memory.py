@@ -142,25 +142,6 @@ def check_shared_memory(
             yield ok(id, f"{room}, of which the pool takes {format_bytes(pool.bytes)}")
 
 
-def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:
-    """Check whether the pool may be swapped out, which makes a load slower than computing."""
-    id = "memory.swap"
-    if not machine.swap_bytes:
-        yield ok(id, "no swap, so the pool cannot be swapped out")
-    elif machine.swap_used_bytes and not is_gpu:
-        yield warning(
-            id,
-            f"{format_bytes(machine.swap_used_bytes)} of swap is in use; the pool could be "
-            "swapped out, and reading it back is slower than recomputing",
-            "a machine that does not swap",
-            "lower the pool size, free memory, or run swapoff -a",
-        )
-    else:
-        used = f"{format_bytes(machine.swap_used_bytes)} of {format_bytes(machine.swap_bytes)}"
-        locked = "; a page-locked pool is not swapped out" if is_gpu else ""
-        yield info(id, f"{used} of swap is in use{locked}")
-
-
 def check_huge_pages(
     machine: Machine, pools: Sequence[HostPool] = (), *, has_copies_for_all: bool = False
 ) -> Iterator[Finding]:

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
         cuda, hip = torch.version.cuda or "", torch.version.hip or ""
         print_facts(torch_version=torch.__version__, torch_cuda=cuda, torch_hip=hip)
+        print_facts(num_gpus=torch.cuda.device_count())
         import vllm
         from vllm.plugins import load_general_plugins
 

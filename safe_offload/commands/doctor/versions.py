@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from safe_offload import __version__
 from safe_offload.commands.doctor.vllm_facts import VllmFacts
 from safe_offload.compat.versions import TESTED_VERSIONS
 from safe_offload.findings import Finding, error, info, ok, warning
 from safe_offload.worker.copies.row_kernel import cupy_misfit
-
-if TYPE_CHECKING:
-    from safe_offload.commands.doctor.trial import Trial
 
 _TESTED: Final = [f"{major}.{minor}" for major, minor in TESTED_VERSIONS]
 _WANTED: Final = f">={_TESTED[0]},<{TESTED_VERSIONS[-1][0]}.{TESTED_VERSIONS[-1][1] + 1}"
@@ -81,19 +78,14 @@ def _reinstall(installed: str) -> str:
     )
 
 
-def check_cupy(
-    vllm: VllmFacts, installed: Mapping[str, str], trials: Sequence[Trial]
-) -> Iterator[Finding]:
+def check_cupy(vllm: VllmFacts, installed: Mapping[str, str]) -> Iterator[Finding]:
     """Compare the installed cupy, which compiles the kernel for small blocks, with torch."""
     id = "versions.cupy"
-    is_gpu = any(trial.is_gpu for trial in trials)
     names = ", ".join(f"{name} {version}" for name, version in installed.items())
     misfit = cupy_misfit(vllm.torch_cuda, vllm.torch_hip, installed)
     if misfit is None:
         yield ok(id, names) if names else info(id, "not installed; only a GPU needs it")
-    elif any("kernel" in trial.passed for trial in trials):
-        yield info(id, f"{misfit.problem}; its kernel works nevertheless")
-    elif not is_gpu:
+    elif not vllm.num_gpus:
         yield info(id, f"{misfit.problem}; on a GPU: {misfit.fix}")
     else:
         yield warning(

@@ -56,6 +56,7 @@ class VllmFacts:
     torch_version: str = ""  # empty if it cannot be imported
     torch_cuda: str = ""  # that torch was built for; empty if for none, as `torch_hip`
     torch_hip: str = ""
+    num_gpus: int = 0  # that torch sees
     problem: str = ""
     connector: str = ""  # module that vLLM takes our name for; empty if it does not know the name
     connector_problem: str = ""

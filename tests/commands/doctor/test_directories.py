@@ -17,7 +17,7 @@ from safe_offload.tiers.files.capacity import keep
 from safe_offload.tiers.files.diagnosis import file_system_finding, file_system_of, room_finding
 from safe_offload.tiers.files.directory import open_root
 from safe_offload.tiers.naming import NAMESPACE_BYTES, namespace_folder
-from tests.commands.doctor.test_doctor import MACHINE, SOUND, TRIAL, Answer, ours, wrong
+from tests.commands.doctor.test_doctor import MACHINE, SOUND, Answer, ours, wrong
 
 CONFIG = FileConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
 
@@ -127,11 +127,7 @@ def test_a_lock_that_does_not_lock(tmp_path, monkeypatch, error, said):
     assert "with locks" in wrong([*check(tmp_path).values()])["tiers.lock"].fix
 
 
-def test_the_command_tries_every_tier(tmp_path, monkeypatch):
-    from safe_offload.commands.doctor import trial
-
-    monkeypatch.setattr(trial, "run_trial", lambda *_: TRIAL)
-    monkeypatch.setattr(trial, "devices", lambda: [])
+def test_the_command_tries_every_tier(tmp_path):
     written = Written.read(
         ours(tiers=[{"url": f"file://{tmp_path / name}"} for name in ("near", "far")])
     )
