@@ -12,8 +12,7 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.protocol import ALL_TIERS, FailureReason, StepReport
 from safe_offload.scheduler.pending import Write
-from safe_offload.scheduler.tiers.retries import PAUSES_S, Retries
-from safe_offload.scheduler.tiers.spills import AWAKE_S
+from safe_offload.scheduler.tiers.spills import AWAKE_S, PAUSES_S, Retries
 from tests.counts import num_failed
 from tests.scheduler.features import tiers_of
 from tests.scheduler.tiers.tier_rig import WAIT_S, StandInTier, TierRig
@@ -213,7 +212,7 @@ def write(slot: int, num_failures: int = 0) -> Write:
 
 
 def test_what_waits_is_bounded_and_the_first_stay(monkeypatch):
-    monkeypatch.setattr("safe_offload.scheduler.tiers.retries.WAITING_MAX", 2)
+    monkeypatch.setattr("safe_offload.scheduler.tiers.spills.WAITING_MAX", 2)
     retries = Retries()
     assert [retries.add(write(slot), ALL_TIERS, 0.0) for slot in (1, 2, 3)] == [True, True, False]
     assert retries.discard([2, 3]) == 1
