@@ -9,14 +9,14 @@ or empty: salts separate the hashes, so no slot serves two tenants.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.config.tenants import WHOLE, Tenants, payments
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import of_tenant
-from safe_offload.scheduler.cache.salts import BlockSalts
 from safe_offload.scheduler.eviction.policy import EvictionPolicy, Hashes
 
 if TYPE_CHECKING:
@@ -113,6 +113,44 @@ class TenantPolicy(EvictionPolicy):
 
     def __len__(self) -> int:
         return sum(map(len, self._policies))
+
+
+class BlockSalts:
+    """The cache salt of the last request for which each GPU block was allocated.
+
+    Blocks of `boundary_group_ids` are stored for the request of the step that allocates them.
+
+    Bound: an entry for each block of the GPU.
+    """
+
+    def __init__(self, boundary_group_ids: tuple[int, ...]) -> None:
+        self._boundary_group_ids = boundary_group_ids
+        self._salts: dict[int, str | None] = {}
+        self._new_salts: dict[int, str | None] = {}
+
+    def begin_step(self) -> None:
+        """A step is planned."""
+        self._new_salts = {}
+
+    def allocated(self, block_ids: Iterable[int], salt: str | None) -> None:
+        """Blocks were allocated in the step that is planned."""
+        self._new_salts.update(dict.fromkeys(block_ids, salt))
+
+    def end_step(self) -> None:
+        """The step is planned."""
+        self._salts.update(self._new_salts)
+
+    def runs(self, group_idx: int, block_ids: Sequence[int]) -> list[tuple[range, str | None]]:
+        """Return runs of blocks with the same salt, as indices, with that salt."""
+        salts: Mapping[int, str | None] = self._salts
+        if group_idx in self._boundary_group_ids:
+            salts = ChainMap(self._new_salts, self._salts)
+        runs, start = [], 0
+        for salt, run in groupby(map(salts.get, block_ids)):
+            end = start + len(list(run))
+            runs.append((range(start, end), salt))
+            start = end
+        return runs
 
 
 class TenantQuotas:
