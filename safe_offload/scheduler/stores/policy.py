@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from safe_offload.scheduler.requests import Phase
 from safe_offload.scheduler.stores.extras import Extras
-from safe_offload.scheduler.stores.schedule import StoreSchedule
 from safe_offload.scheduler.stores.snapshots import SnapshotTaker
 
 if TYPE_CHECKING:
@@ -16,6 +17,112 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestBook, RequestState
     from safe_offload.scheduler.stores.stores import Stores
+
+
+STEPS_BETWEEN_LOOKS = 16
+"""For decoding requests. More saves little; with fewer, most steps have a store."""
+
+
+class StoreSchedule:
+    """Running requests by the step of their next check: they may have filled a block by then.
+
+    A prefill fills blocks in every step. A decoding request fills one in many steps, the earliest
+    of which is known, and its blocks stay in place while it runs. So decoding requests are checked
+    together, once in several steps, and their blocks share a store.
+
+    A late check loses nothing but time: computed blocks are found at the next check, at a
+    preemption, or at the end.
+
+    Bound: the requests that vLLM has; ended ones remain until their step.
+
+    Args:
+        block_sizes: tokens of a block, by KV cache group.
+        num_decode_tokens_max: the maximum number of tokens of a decoding request per step.
+        num_tokens_kept: the minimum number of tokens computed before a full block leaves its table;
+            None if blocks never do. It limits the distance of checks.
+        is_lazy: no block is stored while its request runs.
+        extras: blocks that vLLM hashes for the connector, whose boundaries move; None for none.
+    """
+
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        num_decode_tokens_max: int,
+        num_tokens_kept: int | None = None,
+        *,
+        is_lazy: bool = False,
+        extras: Extras | None = None,
+    ) -> None:
+        self._block_size = math.gcd(*block_sizes)
+        self._extras = extras
+        self._num_decode_tokens_max = num_decode_tokens_max
+        # Decoding requests are checked in steps that are multiples of this; 0: at first only.
+        self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
+        if not is_lazy and num_tokens_kept is not None:
+            # Half of it, because scheduling is ahead of what is known.
+            num_steps = num_tokens_kept // (2 * num_decode_tokens_max)
+            self.num_steps_between = max(1, min(STEPS_BETWEEN_LOOKS, num_steps))
+        self._step = 0
+        self._next: list[RequestState] = []
+        self._later: dict[int, list[RequestState]] = {}
+
+    def __repr__(self) -> str:
+        return f"StoreSchedule(step {self._step}, {len(self._next)} in the next)"
+
+    def add(self, state: RequestState) -> None:
+        """Check a request that starts to run in the next step."""
+        self._next.append(state)
+
+    def num_computed(self, state: RequestState) -> int:
+        """Return the number of computed tokens of a request, without the step that is planned.
+
+        The last output token came from a step that computed all tokens before it.
+        """
+        return int(state.request.num_tokens) - 1 if state.is_decoding else state.num_computed
+
+    def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
+        """Return the requests to check in this step, of those in `scheduled`, with their tokens."""
+        self._step += 1
+        candidates = self._next
+        later = self._later.pop(self._step, None)
+        if later:
+            candidates = [*candidates, *later]
+        if not candidates:
+            return []
+        self._next = []
+        found, running = [], Phase.RUNNING
+        for state in dict.fromkeys(candidates):
+            if state.phase is not running:
+                continue  # it is added again when it runs again
+            num_tokens = scheduled.get(state.request.request_id)
+            if num_tokens is None:
+                self._next.append(state)
+            else:
+                found.append(state)
+                self._plan_next(state, num_tokens)
+        if self._extras is not None and found and self.num_steps_between:
+            self._extras.plan()
+        return found
+
+    def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
+        request = state.request
+        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens + num_scheduled
+        if self._extras is not None:
+            self._extras.look(state, num_computed)
+        if num_computed < num_tokens:
+            state.is_decoding = False
+            self._next.append(state)
+            state.num_computed = num_computed
+            return
+        state.is_decoding = True
+        if not self.num_steps_between:
+            return
+        # vLLM hashes a block when all its tokens are known, which is later than they are computed
+        # with drafts or asynchronous scheduling. (vLLM 0.32.0, KVCacheManager.allocate_slots)
+        num_missing = self._block_size - num_tokens % self._block_size
+        step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
+        step += -step % self.num_steps_between  # to the next multiple
+        self._later.setdefault(step, []).append(state)
 
 
 class StorePolicy:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.scheduler.stores.schedule import StoreSchedule
+from safe_offload.scheduler.stores.policy import StoreSchedule
 from tests.simulator.groups import BLOCK_TOKENS
 
 
