@@ -16,7 +16,7 @@ from safe_offload.scheduler.eviction.policies import POLICIES
 from safe_offload.scheduler.features.events import Events
 from safe_offload.scheduler.features.node import NodePool
 from safe_offload.scheduler.features.pins.hints import Hints
-from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.pins.pins import PinnedPrompts
 from safe_offload.scheduler.features.private_blocks import PrivateBlocks
 from safe_offload.scheduler.features.tenants import TenantShares
 from safe_offload.scheduler.loads.hits import HostHits

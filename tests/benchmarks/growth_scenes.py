@@ -32,7 +32,7 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler.cache.leases import LeaseKind
-from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.pins.pins import PinnedPrompts
 from tests.node.engines import hash_of, pools_in, wanted
 from tests.scheduler.features import feature_of, tiers_of
 from tests.simulator.groups import BLOCK_TOKENS

@@ -15,7 +15,7 @@ import pytest
 
 from safe_offload.scheduler import requests
 from safe_offload.scheduler.cache.leases import LeaseKind
-from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.pins.pins import PinnedPrompts
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.node.lots import NodeLots
 from safe_offload.scheduler.requests import HIT_ENDS_MAX, RequestState

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
-from safe_offload.scheduler.features.pins.pins import PINS_MAX
+from safe_offload.scheduler.features.pins.pins import PINS_MAX, PinnedPrompts
 from tests.scheduler.features import feature_of
 from tests.scheduler.rig import Rig, see_events
 

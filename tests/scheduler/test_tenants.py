@@ -8,7 +8,7 @@ import pytest
 
 from safe_offload.errors import ConfigError
 from safe_offload.observe.counters import Count, of_tenant
-from safe_offload.scheduler.features.pins.pinned_prompts import PinnedPrompts
+from safe_offload.scheduler.features.pins.pins import PinnedPrompts
 from safe_offload.scheduler.features.tenants import TenantShares
 from tests.scheduler.features import feature_of
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting

@@ -1,4 +1,4 @@
 """Pinned prompts, and hints of routers and agents.
 
-Imports cache, scheduler and tiers. Doors: `pinned_prompts.PinnedPrompts`, `hints.Hints`.
+Imports cache, scheduler and tiers. Doors: `pins.PinnedPrompts`, `hints.Hints`.
 """
