@@ -108,3 +108,7 @@ class Hooks:
         self.on_report = [f for f in features if type(f).on_report is not own.on_report]
         self.on_settled = [f for f in features if type(f).on_settled is not own.on_settled]
         self.has_work = [f for f in features if type(f).has_work is not own.has_work]
+        self.gauges = [f for f in features if type(f).gauges is not own.gauges]
+        self.check_invariants = [
+            f for f in features if type(f).check_invariants is not own.check_invariants
+        ]

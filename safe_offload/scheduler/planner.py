@@ -192,7 +192,8 @@ class Planner(SchedulerSide):
         self._on_scheduled, self._on_finished = hooks.on_scheduled, hooks.on_request_finished
         self._on_step, self._on_step_planned = hooks.on_step, hooks.on_step_planned
         self._on_report, self._on_settled = hooks.on_report, hooks.on_settled
-        self._has_work = hooks.has_work
+        self._has_work, self._gauges = hooks.has_work, hooks.gauges
+        self._check_invariants = hooks.check_invariants
         self._slots = hits.slots
         self._in_step: Request | None = None  # whose hit was reported last, if in the step
 
@@ -736,7 +737,7 @@ class Planner(SchedulerSide):
         }
         if self.tiers is not None:
             gauges |= self.tiers.gauges()
-        for feature in self.features:
+        for feature in self._gauges:
             gauges |= feature.gauges()
         return gauges
 
@@ -750,7 +751,7 @@ class Planner(SchedulerSide):
         self.stores.check_invariants()
         if self.tiers is not None:
             self.tiers.check_invariants()
-        for feature in self.features:
+        for feature in self._check_invariants:
             feature.check_invariants()
 
     def shutdown(self) -> None:
