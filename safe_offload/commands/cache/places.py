@@ -47,12 +47,17 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
             raise ConfigError(f"{label}: {problem}. Fix: name the directory or the url of a tier.")
         url = f"{FILE}://{quote(path)}"
     written = {
-        name: os.path.abspath(value) if name.endswith("_file") else value
+        name: _whole_path(value) if name.endswith("_file") else value
         for name, value in options.items()
         if value is not None
     }
     config: TierConfig = tiers().read("tiers", [{URL_KEY: url, **written}])[0]
     return config
+
+
+def _whole_path(value: str) -> str:
+    """Return an absolute path; what names no file may be the secret itself, and stays hidden."""
+    return os.path.abspath(value) if os.sep in value or os.path.exists(value) else value
 
 
 def open_place(place: str, config: TierConfig) -> Place:
