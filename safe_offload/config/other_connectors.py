@@ -53,8 +53,8 @@ DISK_KEYS: Final = ("disk_path", "disk_capacity_bytes")
 SPEC: Final = "spec_module_path"
 _POLICY: Final = "eviction_policy"
 
-POLICIES: Final[Mapping[str, str]] = dict.fromkeys(("arc", "adaptive", "slru"), "returns")
-"""Eviction policies of others, and of our last version, with the one used instead."""
+POLICIES: Final[Mapping[str, str]] = {"arc": "returns"}
+"""Eviction policies of others, with the one used instead."""
 
 LMCACHE: Final = "LMCACHE_"
 """The prefix of LMCache's environment variables."""

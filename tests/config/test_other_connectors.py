@@ -118,9 +118,8 @@ def test_only_a_key_that_nobody_knows_is_refused():
             options({wrong: True})
 
 
-@pytest.mark.parametrize("policy", ["arc", "adaptive", "slru"])
-def test_a_policy_that_is_gone_or_of_another_connector_is_replaced_with_a_warning(policy):
-    written = {"eviction_policy": policy}
+def test_a_policy_of_another_connector_is_replaced_with_a_warning():
+    written = {"eviction_policy": "arc"}
     assert options(written).eviction_policy == "returns"
     found = without_effect(written, VALID_KEYS)
     assert found == {"eviction_policy": '"returns" is used instead'}
