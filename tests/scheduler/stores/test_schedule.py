@@ -75,7 +75,7 @@ def test_the_smallest_step_of_all_groups_counts():
     num_tokens=st.integers(1, 12),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=20, max_size=60),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_filled_block_waits_for_a_look(num_drafts, num_tokens, steps):
     """Whatever becomes of the drafts, and in whichever steps the request is scheduled."""
     schedule = StoreSchedule([BLOCK_TOKENS], 1 + num_drafts, 0)
