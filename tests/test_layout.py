@@ -151,7 +151,8 @@ def test_slots_in_slabs_have_bytes_of_their_own(num_slots, slab_bytes):
         pytest.param([Segment(64, -8, 64)], id="ahead of the storage"),
         pytest.param([Segment(64, 0, 65)], id="longer than its stride"),
         pytest.param([Segment(64, 0, 0)], id="of no length"),
-        pytest.param([Segment(64, 0, 64), Segment(32, 600, 32)], id="two strides"),
+        pytest.param([Segment(64, 0, 8), Segment(32, 32, 8)], id="two strides"),
+        pytest.param([Segment(64, 0, 32), Segment(64, 120, 16)], id="into the next block"),
     ],
 )
 def test_a_layout_whose_blocks_cannot_be_copied_one_by_one_is_refused(
