@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 A_TEST = """
 import time
@@ -26,6 +28,7 @@ def test_that_takes_long():
 """
 
 
+@pytest.mark.nightly
 def test_ctrl_c_fails_no_test(tmp_path):
     files = [tmp_path / f"test_{name}.py" for name in "ab"]
     for file in files:

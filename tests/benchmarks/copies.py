@@ -12,7 +12,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,8 +59,6 @@ SIZE_BYTES_MAX = {"cpu": 512 << 20, "cuda": 4 << 30}
 CASE_S_MIN, ROUNDS_FACTOR = 0.2, 10
 """Short copies get more rounds, up to this much time, or this many times as many."""
 NUM_COPIES_IN_MEMORY = 4  # KV cache, host pool, and what the check of the bytes takes
-LARGE_BYTES = 16 * MIB
-"""Smaller copies are mostly submission and waiting, and are left out of the summary."""
 VLLM_BATCH, VLLM_KERNEL = "vLLM batch", "vLLM kernel"
 SMALL = Case(4 * KIB, 1, 1)
 MANY_BLOCKS, MANY_LAYERS, WORD_BYTES = 1000, 32, 16
@@ -362,7 +360,6 @@ def make_report(
     ways = [way for way in found if way != LIMIT]
     head = ["range", "blocks", "layers", "bytes", "", "limit", OURS, *(f"{w}/limit" for w in ways)]
     rows = [_row(measurement, ways) for measurement in measurements]
-    title = f"share of the limit, copies of {_size(LARGE_BYTES)} and more: median (lowest)"
     times = [["us", "median", "lowest", "highest"]]
     for name, samples in latencies.items():
         figures = (statistics.median(samples), min(samples), max(samples))
@@ -371,7 +368,6 @@ def make_report(
         method=_describe_method(options, measurements),
         sections=[
             table([head, *rows], num_left=0),
-            "\n".join([title, *_summary(measurements, ways)]),
             table(times),
             "\n".join(f"not measured: {name} ({reason})" for name, reason in missing.items()),
         ],
@@ -399,21 +395,6 @@ def _row(measurement: Measurement, ways: list[str]) -> list[str]:
         f"{measurement.rate_gbps(OURS):.1f} GB/s",
         *("-" if share is None else f"{share:.2f}" for share in shares),
     ]
-
-
-def _summary(measurements: list[Measurement], ways: list[str]) -> Iterator[str]:
-    for traffic, way in itertools.product(Traffic, ways):
-        shares: dict[int, list[float]] = {}
-        for one in measurements:
-            share = one.share(way)
-            if one.traffic is traffic and one.size_bytes >= LARGE_BYTES and share is not None:
-                shares.setdefault(one.case.range_bytes, []).append(share)
-        cells = [
-            f"{_size(size)} {statistics.median(values):.2f} ({min(values):.2f})"
-            for size, values in sorted(shares.items())
-        ]
-        if cells:
-            yield f"  {traffic.value:5} {way:12} {', '.join(cells)}"
 
 
 def _describe_method(options: CopyOptions, measurements: list[Measurement]) -> str:
