@@ -268,7 +268,7 @@ def test_pictures_have_every_engine_and_name_those_that_did_not_start(tmp_path):
         "samples": samples,
         "machine": machine,
         "options": {"turns": 4, "rounds": 2, "num_gpu_blocks": 50, "block_size": 32},
-        "requests_per_s": {one: [2.0] for one in samples},
+        "requests_per_s": {"none": [4.0, 1.0], "ours": [2.0, 2.0], "OC": [2.0]},
     }
     steps = {"lengths-1000": part, "lengths-16000": part, "users-4": part, "llama-busy": part}
     files = [*pictures.draw(steps, "one GPU", tmp_path)]
@@ -284,4 +284,6 @@ def test_pictures_have_every_engine_and_name_those_that_did_not_start(tmp_path):
         for words in ("safe_offload", "OffloadingConnector", where, absent):
             assert f">{words}<" in file.read_text()
     sizes = "4 prompts of 75 tokens on average; the KV pool holds 1,600 tokens"
-    assert f">each user sends {sizes}<" in files[1].read_text()
+    users = files[1].read_text()
+    assert f">each user sends {sizes}; x: safe_offload / no connector<" in users
+    assert ">0.5 to 2.0 x<" in users

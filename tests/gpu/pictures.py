@@ -65,12 +65,19 @@ def draw_users(points: Points, where: str, file: Path) -> None:
         for engine in COLOURS:
             _draw(axes, engine, line(points, engine, name))
         axes.set(xscale="log", ylim=(0, None), xlabel="concurrent users", ylabel=title)
+    for x, part in points.items():
+        own, other = (part["requests_per_s"].get(engine, []) for engine in ("ours", "none"))
+        ratios = [mine / theirs for mine, theirs in zip(own, other, strict=False)]
+        if ratios:
+            ratio = f"{min(ratios):.1f} to {max(ratios):.1f} x"
+            how = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+            both[0].annotate(ratio, (x, max(own + other)), (0, 4), **how)
     last = next(reversed(points.values()))
     given, (one, *_) = last["options"], last["samples"].values()
     num_tokens = sum(sum(one[name]) for name in TOKENS) / sum(one["requests"])
     num_pool_tokens = given["num_gpu_blocks"] * given["block_size"]
     each = f"each user sends {given['turns']} prompts of {num_tokens:,.0f} tokens on average"
-    about = f"{each}; the KV pool holds {num_pool_tokens:,} tokens"
+    about = f"{each}; the KV pool holds {num_pool_tokens:,} tokens; x: safe_offload / no connector"
     _end(figure, both, points, "Recorded coding agents", where, file, about)
 
 
