@@ -1,7 +1,8 @@
 """vLLM's GPU worker from its start to its end, both model runners: nothing of ours is in its way.
 
-vLLM's own code is driven over the GPU of threads (vllm_gpu.py). Where a step is repeated instead,
-the tests at the end read vLLM's source: they fail when a version does it in another order.
+vLLM's own code is driven over the GPU of threads (vllm_gpu.py). Steps with a forward are run by
+tests/engine on the CPU; the tests at the end read the order of their hooks in vLLM's source, and
+fail when a version changes it.
 """
 
 import ast
@@ -85,7 +86,7 @@ def settle(worker: Worker, *transfer_ids: int) -> dict[int, FailureReason | None
     end_s = time.monotonic() + PATIENCE_S
     while not found.keys() >= set(transfer_ids):
         assert time.monotonic() < end_s, f"only {found}"
-        for outcome in worker.step(num_tokens=0):
+        for outcome in worker.step():
             found[outcome.transfer_id] = outcome.failure
     return found
 
@@ -158,15 +159,6 @@ def test_page_locking_goes_on_during_every_capture_and_invalidates_none(worker, 
     wait_until(lambda: is_all_locked(opened))
 
 
-def test_copies_can_be_used_before_the_whole_pool_is_locked(worker, gpu, opened):
-    gpu.may_lock.clear()
-    worker.start()
-    worker.machine.fill(2, 20)
-    worker.step(store(1, block=2, slot=0))
-    assert settle(worker, 1) == {1: None}
-    assert not is_all_locked(opened)
-
-
 def test_registering_leaves_the_kv_cache_as_it_was(worker):
     """What tries the copies there puts everything back, and has ended when vLLM goes on."""
     for block in range(40):
@@ -220,125 +212,6 @@ def test_nothing_is_timed_where_the_memory_goes_away(worker, monkeypatch, ends):
     assert not is_timing()
 
 
-# ---- steps ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def held(gpu):
-    """What a forward of a test waits for."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def is_settled(opened: list[Opened]) -> bool:
-    return not any(one.transfers.statistics().unsettled_ids for one in opened)
-
-
-@pytest.mark.parametrize("num_tokens", [1, *GRAPH_SIZES], ids=["eager", "graph 4", "graph 2"])
-def test_a_load_does_not_wait_for_the_forward_of_its_own_step(worker, opened, held, num_tokens):
-    machine = worker.machine
-    worker.start()
-    machine.fill(2, 20)
-    worker.step(store(1, block=2, slot=0))
-    assert settle(worker, 1) == {1: None}
-    machine.forward = lambda: machine.gpu.compute.enqueue(lambda: held.wait(PATIENCE_S))
-    worker.step(load(2, block=3, slot=0), num_tokens)
-    wait_until(lambda: is_settled(opened))
-    held.set()
-    assert machine.read(3) == {20}
-
-
-def test_a_load_waits_for_what_may_still_write_to_its_blocks(worker, opened, held):
-    """The forward of the step before, and vLLM's zeroing of the new blocks of its own step."""
-    machine = worker.machine
-    worker.start()
-    machine.fill(2, 20)
-    worker.step(store(1, block=2, slot=0))
-    worker.step(store(2, block=2, slot=1))
-    assert settle(worker, 1, 2) == {1: None, 2: None}
-
-    def forward() -> None:
-        machine.gpu.compute.enqueue(lambda: held.wait(PATIENCE_S))
-        machine.fill(3, 99)
-
-    machine.forward = forward
-    worker.step()
-    machine.forward = lambda: None
-    machine.fill(4, 0)
-    worker.step(StepPlan(loads=(Transfer(3, (3,), (0,)), Transfer(4, (4,), (1,)))))
-    assert not is_settled(opened)
-    held.set()
-    wait_until(lambda: is_settled(opened))
-    assert (machine.read(3), machine.read(4)) == ({20}, {20})
-
-
-@pytest.mark.parametrize("num_tokens", [1, *GRAPH_SIZES], ids=["eager", "graph 4", "graph 2"])
-def test_what_a_forward_has_written_is_stored_and_comes_back(worker, num_tokens):
-    machine = worker.machine
-    worker.start()
-    machine.forward = lambda: machine.fill(2, 20)
-    worker.step(store(1, block=2, slot=0), num_tokens)
-    assert settle(worker, 1) == {1: None}
-    machine.forward = lambda: None
-    machine.fill(3, 99)
-    worker.step(load(2, block=3, slot=0), num_tokens)
-    assert settle(worker, 2)[2] is None
-    assert machine.read(3) == {20}
-
-
-def test_a_forward_that_overwrites_what_is_being_stored_comes_after_the_fence(worker, gpu):
-    machine = worker.machine
-    worker.start()
-    machine.fill(2, 20)
-    gpu.delay_s = 0.05
-    worker.step(store(1, block=2, slot=0))
-    machine.forward = lambda: machine.fill(2, 99)
-    worker.step(StepPlan(fences=(1,)))
-    settle(worker, 1)
-    machine.forward = lambda: None
-    worker.step(load(2, block=3, slot=0))
-    settle(worker, 2)
-    assert (machine.read(2), machine.read(3)) == ({99}, {20})
-
-
-def test_the_hooks_of_a_step_in_the_order_of_each_runner(worker, is_v2):
-    worker.start()
-    forward = ["wait_for_layer_load", "forward", "save_kv_layer"]
-    end = ["start_load_kv", "wait_for_save", "get_transfer_results", "build_connector_worker_meta",
-           "clear_connector_metadata"]  # fmt: skip
-    begin = ["handle_preemptions", "bind_connector_metadata"]
-    finish = ["finish_forward"] if is_v2 else []
-    trace = trace_of(worker, worker.step)
-    assert [word for word in trace if word != "update states"] == begin + forward + finish + end
-    trace = trace_of(worker, lambda: worker.step(num_tokens=0))
-    assert [word for word in trace if word != "update states"] == begin + finish + end
-
-
-def test_with_speculative_decoding_stores_wait_for_the_draft(monkeypatch, gpu, is_v2):
-    worker = make_worker(monkeypatch, gpu, is_v2=is_v2, num_draft_tokens=0 if is_v2 else 3)
-    worker.start()
-    if is_v2:
-        worker.model_runner.speculator = object()
-    trace = trace_of(worker, worker.step)
-    assert trace.index("draft") < trace.index("wait_for_save")
-    worker.machine.fill(2, 20)
-    worker.step(store(1, block=2, slot=0))
-    settle(worker, 1)
-    worker.step(load(2, block=3, slot=0))
-    assert settle(worker, 2) == {1: None, 2: None}
-    assert worker.machine.read(3) == {20}
-
-
-def test_a_dummy_batch_between_steps_calls_no_hook(worker):
-    """Data parallelism: a rank with nothing to do runs along."""
-    worker.start()
-    worker.step(store(1, block=2, slot=0))
-    trace = trace_of(worker, worker.execute_dummy_batch)
-    assert trace == ["dummy run", "forward"]
-    assert settle(worker, 1) == {1: None}
-
-
 def test_graphs_that_are_captured_anew_while_copies_are_under_way(worker, gpu, opened):
     """As after a change of the number of experts' ranks; the copies neither fail nor disturb."""
     machine = worker.machine
@@ -385,8 +258,8 @@ def test_copies_end_before_the_memory_is_gone_and_go_on_when_it_is_back(
     worker.step(store(1, block=2, slot=0))
     trace = trace_of(worker, lambda: worker.sleep(level=1))
     assert trace == ["unregister_kv_caches", "memory gone"]
-    worker.step(load(2, block=3, slot=0), num_tokens=0)
-    worker.step(store(3, block=3, slot=0), num_tokens=0)
+    worker.step(load(2, block=3, slot=0))
+    worker.step(store(3, block=3, slot=0))
     assert settle(worker, 1, 2, 3) == {
         1: None,
         2: FailureReason.CANCELLED,
@@ -404,7 +277,7 @@ def test_waking_up_the_weights_alone_does_not_bring_the_kv_cache_back(worker):
     worker.start()
     worker.sleep(level=1)
     assert trace_of(worker, lambda: worker.wake_up(["weights"])) == ["memory back"]
-    worker.step(load(1, block=3, slot=0), num_tokens=0)
+    worker.step(load(1, block=3, slot=0))
     assert settle(worker, 1) == {1: FailureReason.CANCELLED}
 
 
@@ -459,7 +332,7 @@ def test_the_engine_asks_for_the_handshake_when_the_workers_have_captured():
     assert calls_of(EngineCore.__init__, *names) == names
 
 
-def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
+def test_v1_calls_the_connector_around_its_forward():
     names = ["get_kv_transfer_group().handle_preemptions", "_update_states"]
     names += ["kv_connector_no_forward", "maybe_get_kv_connector_output", "_model_forward"]
     assert calls_of(V1.execute_model, *names) == names
@@ -470,7 +343,7 @@ def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
     )
 
 
-def test_v2_calls_the_connector_around_its_forward_as_is_repeated_here():
+def test_v2_calls_the_connector_around_its_forward():
     assert calls_of(V2.update_requests, "kv_block_zeroer.zero_block_ids")
     forwards = ["cudagraph_manager.run_fullgraph", "kv_connector.pre_forward", "ubatch_runner.run",
                 "cudagraph_manager.run_pw_graph", "model"]  # fmt: skip

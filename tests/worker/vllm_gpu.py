@@ -3,9 +3,7 @@
 What runs is vLLM's code: `Worker.initialize_from_config`, `compile_or_warm_up_model`, `sleep` and
 `wake_up`; both runners' `initialize_kv_cache` and `capture_model`, down to where `torch.cuda.graph`
 is entered; the warm-up of kernels; the connector's factory, state and mixins, and steps without a
-forward. Stand-ins are torch's GPU calls, attention backends and block tables, the model, and the
-inside of a step with a forward: there the calls of the connector are repeated here in vLLM's order,
-which tests of its source hold to be that (test_gpu_startup.py).
+forward. Stand-ins are torch's GPU calls, attention backends and block tables, and the model.
 
 Source: vllm/v1/worker/gpu_worker.py, gpu_model_runner.py, gpu/model_runner.py, gpu/kv_connector.py
 (0.32.0 and 0.33.0).
@@ -26,7 +24,6 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_shutdown,
-    get_kv_transfer_group,
     kv_transfer_state,
 )
 from vllm.forward_context import BatchDescriptor, set_forward_context
@@ -72,8 +69,6 @@ class Machine:
         self.gpu = gpu
         self.trace: list[str] = []  # hooks of the connector and moments of vLLM, in order
         self.during_capture: Callable[[], object] = lambda: None  # called inside of every capture
-        # Called by every forward; what it does belongs on the compute stream.
-        self.forward: Callable[[], object] = lambda: None
         tensors = self.kv_cache_config.kv_cache_tensors
         self.block_bytes = tensors[0].block_stride
         self.storage = torch.zeros(tensors[0].size, dtype=torch.uint8)
@@ -126,17 +121,6 @@ class Machine:
         return set(self.storage.view(-1, self.block_bytes)[block].tolist())
 
 
-class Graph:
-    """`torch.cuda.CUDAGraph`: a replay does on the device what the forward did."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def replay(self) -> None:
-        self._machine.trace.append("graph")
-        self._machine.forward()
-
-
 class Model(torch.nn.Module):
     """One layer of attention, with vLLM's own wrapper around it that calls the connector."""
 
@@ -151,7 +135,6 @@ class Model(torch.nn.Module):
 
     def _attend(self, layer_name: str) -> None:
         self.machine.trace.append("forward")
-        self.machine.forward()
 
 
 class Runner:
@@ -236,29 +219,6 @@ class RunnerV1(Runner, v1.GPUModelRunner):
     def _update_states(self, _: Any) -> None:
         self.machine.trace.append("update states")
 
-    def execute_model(self, scheduler_output: SchedulerOutput, _: Any = None) -> Any:
-        if not scheduler_output.total_num_scheduled_tokens:
-            return super().execute_model(scheduler_output)
-        get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
-        self._update_states(scheduler_output)
-        is_deferred = self.speculative_config is not None
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        mode = CUDAGraphMode.FULL if num_tokens in GRAPH_SIZES else CUDAGraphMode.NONE
-        with (
-            self.in_forward(mode, num_tokens),
-            self.maybe_get_kv_connector_output(
-                scheduler_output, defer_finalize=is_deferred
-            ) as self.kv_connector_output,
-        ):
-            self.model()
-        return None
-
-    def sample_tokens(self, _: Any) -> Any:
-        if self.speculative_config is not None:
-            self.machine.trace.append("draft")
-            self.finalize_kv_connector()
-        return SimpleNamespace(kv_connector_output=self.kv_connector_output)
-
 
 class GraphManager(v2.ModelCudaGraphManager):
     """vLLM's V2 graphs; it enters `torch.cuda.graph` around a forward."""
@@ -335,27 +295,12 @@ class RunnerV2(Runner, v2.GPUModelRunner):
     def execute_model(self, scheduler_output: SchedulerOutput, *_: Any, **__: Any) -> Any:
         if not scheduler_output.total_num_scheduled_tokens:
             return super().execute_model(scheduler_output)
-        self.finished_req_ids = scheduler_output.finished_req_ids
         with self.in_forward(num_tokens=scheduler_output.total_num_scheduled_tokens):
-            self.kv_connector.pre_forward(scheduler_output)
-            self.model()
-        self.kv_connector.finish_forward()
+            self.model()  # of the warm-up
         return None
 
     def sample_tokens(self, _: Any) -> Any:
-        if self.speculator is None or not hasattr(self.kv_connector, "finalize_step"):
-            self.propose()
-            output = self.kv_connector.post_forward(self.finished_req_ids)
-        else:  # vLLM 0.33
-            output = self.kv_connector.post_forward(self.finished_req_ids, defer_finalize=True)
-            self.propose()
-            self.kv_connector.finalize_step()
-        return SimpleNamespace(kv_connector_output=output)
-
-    def propose(self) -> None:
-        """Let the draft model run, if there is one."""
-        if self.speculator is not None:
-            self.machine.trace.append("draft")
+        return None
 
     def update_pp_decode_requests(self) -> None:
         self.machine.trace.append("update states")
@@ -421,14 +366,11 @@ class Worker(gpu_worker.Worker):
         self.initialize_from_config(self.machine.kv_cache_config)
         self.compile_or_warm_up_model()
 
-    def step(self, plan: StepPlan = EMPTY_PLAN, num_tokens: int = 1) -> list[Outcome]:
-        """One step of the engine; returns what the connector has reported, `outcomes` all of it."""
+    def step(self, plan: StepPlan = EMPTY_PLAN) -> list[Outcome]:
+        """One step without a forward; returns what the connector has reported, `outcomes` all."""
         scheduler_output = SchedulerOutput.make_empty()
         scheduler_output.kv_connector_metadata = plan
-        scheduler_output.total_num_scheduled_tokens = num_tokens
         output = self.execute_model(scheduler_output)
-        if output is None:
-            output = self.sample_tokens(None)
         told = output.kv_connector_output
         report = told.kv_connector_worker_meta if told is not None else None
         new = list(report.outcomes) if report is not None else []
@@ -436,15 +378,13 @@ class Worker(gpu_worker.Worker):
         return new
 
 
-def make_worker(
-    monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, *, is_v2: bool, num_draft_tokens: int = 0
-) -> Worker:
+def make_worker(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, *, is_v2: bool) -> Worker:
     """A worker that has not been started; `end_worker` ends it.
 
     `monkeypatch`: takes torch's GPU calls away for the test; `gpu`: of the KV cache; the calling
-    thread has used it; `is_v2`: which model runner; `num_draft_tokens`: of speculative decoding.
+    thread has used it; `is_v2`: which model runner.
     """
-    shape = EngineShape(is_v2=is_v2, has_streams=True, num_draft_tokens=num_draft_tokens)
+    shape = EngineShape(is_v2=is_v2, has_streams=True)
     vllm_config = make_config(shape)
     vllm_config.model_config.enforce_eager = False
     vllm_config.kernel_config.enable_jit_warmup = True
@@ -514,7 +454,7 @@ def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine)
         synchronize=machine.synchronize,
         get_memory_info=lambda *_: (1 << 30, 1 << 31),
     )
-    replace(torch.cuda, CUDAGraph=lambda: Graph(machine), graph=machine.capture)
+    replace(torch.cuda, CUDAGraph=nothing, graph=machine.capture)
     replace(kv_transfer_state, "_sync_engine_id_across_tp")
     replace(parallel_state, get_world_group=lambda: SimpleNamespace(local_rank=0))
     group = SimpleNamespace(is_last_rank=True, is_first_rank=True)
