@@ -52,27 +52,6 @@ def slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
 # ---- the greeting -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"+" + b"x" * (64 << 20),
-        b"$9223372036854775807\r\n" + bytes(64 << 20),
-        b"*1\r\n" * 1_000_000,
-        b"*2147483647\r\n",
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"+OK\r\n" * 1_000_000,
-        b">2\r\n+a\r\n+b\r\n",
-    ],
-    ids=["line", "text", "deep", "long", "http", "many", "push"],
-)
-@pytest.mark.parametrize("word", [b"AUTH", b"SELECT", b"CLIENT", b"CLUSTER"])
-async def test_a_greeting_that_is_none_ends_at_once(open_at, word, reply):
-    with ScriptedServer(always(b":0\r\n"), greeting={word: reply}) as server:
-        tier = open_at(server, f"kv:{SECRET}@", timeout_s=20.0)
-        assert SECRET not in await reason_of(tier)
-        assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.FAILED
-
-
 async def test_what_a_server_writes_about_a_login_is_never_shown(open_at, caplog):
     """Old servers repeat the arguments of a command that they do not know."""
     caplog.set_level(logging.DEBUG)

@@ -58,15 +58,6 @@ def set_user(server: Server, rights: str) -> None:
 # ---- who may log in -----------------------------------------------------------------------------
 
 
-async def test_a_server_that_wants_a_password_says_so(server, make):
-    with server.client() as client:
-        client.execute_command(*["ACL", "SETUSER", "default", "resetpass", ">another"])
-        try:
-            assert "(NOAUTH)" in await reason_of(make(f"redis://{server.host_port}"))
-        finally:
-            client.execute_command(*["ACL", "SETUSER", "default", "nopass"])
-
-
 async def test_a_password_file_is_read_for_each_connection(server, make, tmp_path):
     file = tmp_path / "password"
     tier = make(f"redis://kv@{server.host_port}", password_file=str(file))
