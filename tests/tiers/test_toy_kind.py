@@ -25,8 +25,6 @@ def _line_in_the_table(monkeypatch):
 
 
 class TestToy(TierContract):
-    flip_every = 20
-
     @pytest.fixture
     def make_tier(self):
         return lambda: tier_at(TierConfig.at(URL))

@@ -37,11 +37,10 @@ class FilesContract(TierContract):
 
 
 class TestOnDisk(FilesContract):
-    flip_every = 20
+    pass
 
 
 class TestEncryptedOnDisk(FilesContract):
-    flip_every = 20
     seal = ENCRYPTION
 
 

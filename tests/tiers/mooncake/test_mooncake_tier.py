@@ -9,11 +9,10 @@ from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.store import Store
 from tests.mooncake_server import mooncake_tier
-from tests.tiers.contract import ENCRYPTION, TierContract
+from tests.tiers.contract import TierContract
 
 
 class TestOnMaster(TierContract):
-    flip_every = 20
     num_races = 4
 
     @pytest.fixture(autouse=True)
@@ -43,7 +42,3 @@ class TestOnMaster(TierContract):
     async def test_a_truncated_object_is_corrupt(self, make_tier, tier, cut):
         """The store keeps no object without bytes."""
         await super().test_a_truncated_object_is_corrupt(make_tier, tier, cut)
-
-
-class TestEncryptedOnMaster(TestOnMaster):
-    seal = ENCRYPTION

@@ -17,7 +17,6 @@ from safe_offload.tiers.objects.bucket_store import BucketStore
 from safe_offload.tiers.store import Store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
-    ENCRYPTION,
     SPACE,
     TierContract,
     bytes_of,
@@ -61,7 +60,6 @@ def path_in(name: Name) -> str:
 
 
 class TestOnServer(TierContract):
-    flip_every = 20
     num_races, num_forged = 4, 20  # SeaweedFS takes half a second for each
 
     @pytest.fixture
@@ -80,10 +78,6 @@ class TestOnServer(TierContract):
 
     def delete(self, make_tier: Any, name: Name) -> None:
         self.bucket.delete(path_in(name))
-
-
-class TestEncryptedOnServer(TestOnServer):
-    seal = ENCRYPTION
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------

