@@ -318,7 +318,7 @@ def test_a_tier_knows_what_was_learned_after_it_was_opened():
 SCRIPT = """
 from pathlib import Path
 from tests.simulator.vllm_setup import make_config, make_kv_cache_config
-from tests.tiers.namespace.test_namespace import SHAPE, known
+from tests.tiers.namespace.test_namespace_facts import SHAPE, known
 config = make_config(SHAPE)
 config.model_config.model = config.model_config.tokenizer = {model!r}
 print(sorted(known(config).facts.items()))
