@@ -185,16 +185,6 @@ async def test_a_directory_that_cannot_be_written_can_be_read(other_user, make, 
         folder.chmod(0o700)
 
 
-async def test_a_path_that_is_a_file_fails(make, root):
-    os.mknod(root)
-    tier = make()
-    with pytest.raises(NotADirectoryError):
-        await tier.probe([name_of(1)])
-    assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.FAILED
-    os.unlink(root)
-    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
-
-
 async def test_a_directory_that_is_removed_while_it_is_used_is_made_again(make, root):
     tier = make(capacity_bytes=1 << 20)
     for _ in range(2):

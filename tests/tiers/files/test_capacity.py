@@ -215,16 +215,6 @@ async def test_an_object_larger_than_the_capacity_is_refused(make, root):
     assert await spill_one(make(capacity_bytes=FILE_BYTES), name_of(1), SOURCE) is Result.DONE
 
 
-async def test_a_smaller_capacity_counts_from_its_first_store(make, root):
-    await make(num_threads=1).spill([name_of(n) for n in range(60)], [SOURCE] * 60)
-    small = 20 * FILE_BYTES
-    results = await make(small, num_threads=1).spill(
-        [name_of(n) for n in range(100, 110)], [SOURCE] * 10
-    )
-    assert Result.DONE in results
-    assert held_bytes(root) <= small
-
-
 async def test_one_process_evicts_at_a_time(make, root, monkeypatch):
     """Who finds no room while another is at it drops its store."""
     monkeypatch.setattr(capacity, "_PATIENCE_S", 0.05)

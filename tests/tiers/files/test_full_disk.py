@@ -13,12 +13,10 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import file_store, object_file
 from safe_offload.tiers.files.capacity import LOCK_FILE
-from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.sealed_tier import SealedTier
 from tests.tiers.contract import (
     FACTS,
     PATIENCE_S,
-    SPACE,
     fetch_one,
     filled,
     name_of,
@@ -157,37 +155,6 @@ async def test_a_refusal_that_evicting_does_not_heal_evicts_once(
     assert results.count(Result.DONE) == 4
     assert results.count(Result.STILL_FULL) > 20
     assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
-
-
-async def test_what_a_full_disk_drops_is_counted_as_full_until_there_is_room(make, tmp_path):
-    """Also when room was made before and others took it: an alert on that lasts as long."""
-    with mounted(tmp_path / "mnt", "tmpfs", NUM_OBJECTS * FILE_BYTES + (2 << 20)) as folder:
-        tier, glutton = make(folder / "kv"), Glutton(folder / "others")
-        guarded = GuardedTier(
-            tier,
-            TierConfig.at(f"file://{folder}/kv"),
-            lambda _: SPACE,
-            slot_bytes=OBJECT_BYTES,
-            chance=lambda: -0.5,  # its pauses take no time
-        )
-        await guarded.spill(NAMES, [SOURCE] * NUM_OBJECTS)
-        guarded.take_calls()
-
-        async def spill(number: int) -> dict[str, int]:
-            await guarded.spill([name_of(number)], [SOURCE])
-            await tier.settle()
-            (call,) = guarded.take_calls()
-            return call.results
-
-        for number in range(1000, 1020):
-            glutton.eat(4096)
-            assert await spill(number) == {"full": 1}
-        assert guarded.is_out_for_writing
-        for file in glutton.folder.iterdir():
-            file.unlink()
-        assert await spill(1020) == {"done": 1}
-        assert not guarded.is_out_for_writing
-        await guarded.close()
 
 
 async def test_a_file_that_may_not_grow_so_large_evicts_nothing(make, tmp_path, package_log):

@@ -24,7 +24,6 @@ from safe_offload.errors import ConfigError
 from safe_offload.mapped_files import make_memfd, map_new
 from safe_offload.node.locks import Locks
 from safe_offload.node.pools import open_rank
-from safe_offload.tiers import naming
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.mooncake import client, helper, settings
@@ -36,9 +35,7 @@ from tests.tiers.contract import (
     PATIENCE_S,
     SPACE,
     bytes_of,
-    filled,
     name_of,
-    slot_of,
 )
 from tests.tiers.process.slots import Slots
 from tests.tiers.process.test_ends import flags_of_slots, title_of
@@ -267,19 +264,6 @@ def test_an_engine_of_a_pool_lives_as_long_as_its_client(config, tmp_path):
         assert not others.is_taken(pool.token)
 
 
-async def test_slots_of_any_memory_come_back(config):
-    """Those in a memfd without a copy, others through memory of the process's own."""
-    names = [name_of(number, space=naming.namespace(FACTS, "memory")) for number in range(4)]
-    lengths = (100_000, 1, 65_537)
-    sources = [filled(lengths, 1), shared_slot(bytes_of(filled(lengths, 2)))] * 2
-    targets = [slot_of(lengths)] * 2 + [shared_slot(bytes(sum(lengths))) for _ in range(2)]
-    targets[1] = (memoryview(bytearray(sum(lengths))),)
-    async with opened(config) as tier:
-        assert set(await tier.spill(names, sources)) == {Result.DONE}
-        assert set(await tier.fetch(names, targets)) == {Result.DONE}
-    assert [bytes_of(slot) for slot in targets] == [bytes_of(slot) for slot in sources]
-
-
 async def test_many_objects_of_many_layers_wait_for_a_busy_machine(own):
     """Mooncake queues 1,024 ranges for a machine, and fails others within a second.
 
@@ -496,12 +480,6 @@ def test_no_object_of_a_call_is_there_if_one_read_fails(states):
     found = helper_of(remote, "tcp").get(["a", "b"], [[(0, 0, 10)], [(0, 10, 10)]])
     assert found == [helper.FAILED] * 2
     assert helper.FAILED not in client._HARMLESS
-
-
-def test_what_is_in_memory_with_another_length_is_left_to_the_client():
-    remote = Remote(11)
-    assert helper_of(remote, "tcp").get(["a"], [[(0, 0, 10)]]) == [-704]
-    assert remote.calls == ["initialize", ["a"]]
 
 
 def test_over_rdma_the_client_reads_all_by_itself_and_lets_others_go_first(priorities):

@@ -297,23 +297,20 @@ def test_packages_that_compute_count(config, monkeypatch):
 # ---- what operators change from one start to the next --------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"max_num_seqs": 7, "max_num_batched_tokens": 4096},
-        {"gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 77},
-        {"served_model_name": ["other"], "disable_log_stats": True, "max_logprobs": 3},
-        {"scheduling_policy": "priority", "async_scheduling": False},
-        {"prefix_cache_retention_interval": 0, "enable_prefix_caching": True},
-        {"otlp_traces_endpoint": None, "generation_config": "vllm", "shutdown_timeout": 30},
-    ],
-    ids=str,
-)
+OTHER_LIMITS = {
+    **{"max_num_seqs": 7, "max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.3},
+    **{"num_gpu_blocks_override": 77, "served_model_name": ["other"], "disable_log_stats": True},
+    **{"max_logprobs": 3, "scheduling_policy": "priority", "async_scheduling": False},
+    **{"prefix_cache_retention_interval": 0, "enable_prefix_caching": True},
+    **{"generation_config": "vllm", "shutdown_timeout": 30},
+}
+
+
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_a_restart_with_other_limits_stays_warm(arguments, enforce_eager, small_model):
+def test_a_restart_with_other_limits_stays_warm(enforce_eager, small_model):
     """From the arguments on, as vLLM derives much of its configuration from others of it."""
     found = []
-    for more in ({}, arguments):
+    for more in ({}, OTHER_LIMITS):
         args = EngineArgs(
             model=str(small_model),
             max_model_len=1024,

@@ -100,25 +100,16 @@ def memory(tmp_path):
         yield Path(folder)
 
 
-def test_each_of_a_thousand_edits_of_weights_is_another_digest(memory, kept, monkeypatch):
+def test_each_of_two_hundred_edits_of_weights_is_another_digest(memory, kept, monkeypatch):
     """One byte each, size and time kept: what was kept of the file before is not taken for it."""
     monkeypatch.setattr(model_files, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(os, "nice", lambda _: None)  # the machine may be busy
-    import numpy
-    from safetensors.numpy import save_file
-
     seeded, models = random.Random(27), [memory / f"{number}" for number in range(20)]
     names = [f"model-0000{shard}-of-00003.safetensors" for shard in (1, 2, 3)]
-    for model in models:  # in each of them 50 edits: they wait for a tick together
-        model.mkdir()
-        for name in names:
-            weights = {
-                f"layers.{layer}.weight": numpy.frombuffer(seeded.randbytes(1024), dtype="f2")
-                for layer in range(12)
-            }
-            save_file(weights, model / name)
+    for model in models:  # in each of them 10 edits: they wait for a tick together
+        write(model, **{name: seeded.randbytes(13_000) for name in names})
     seen = [digest(kept, model).digest for model in models]
-    for _ in range(50):
+    for _ in range(10):
         wait_for_a_tick()
         edited = [model / seeded.choice(names) for model in models]
         for path in edited:
@@ -128,7 +119,7 @@ def test_each_of_a_thousand_edits_of_weights_is_another_digest(memory, kept, mon
             found = digest(kept, model)
             assert found.read_bytes == path.stat().st_size  # the others' digests are the kept ones
             seen.append(found.digest)
-    assert len(set(seen)) == len(seen) == 20 + 1000
+    assert len(set(seen)) == len(seen) == 20 + 200
 
 
 def wait_for_a_tick(ahead_ns: int = 0) -> None:
@@ -190,15 +181,6 @@ def test_a_mounted_volume_of_kubernetes_counts_by_its_links(tmp_path, kept):
         found.append(digest(kept, model))
     assert found[0].digest == found[1].digest
     assert (found[0].num_files, found[0].doubts) == (1, ())
-
-
-def test_where_a_model_lies_does_not_count(model, tmp_path, kept):
-    before = digest(kept, model)
-    moved = model.rename(tmp_path / "elsewhere")
-    link = tmp_path / "link"
-    link.symlink_to(moved)
-    assert digest(kept, moved) == before
-    assert digest(kept, link).digest == before.digest
 
 
 def test_contents_that_two_files_swap_count(tmp_path, kept):

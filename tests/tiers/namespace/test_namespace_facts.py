@@ -3,7 +3,6 @@
 import ast
 import copy
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,31 +75,6 @@ def with_images(**fields: Any) -> Callable[[Any], None]:
     return set_field("model_config.multimodal_config", MultiModalConfig(**fields))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (set_field("model_config.dtype", "float16"), set_field("model_config.dtype", "bfloat16")),
-        (with_images(), with_images(mm_processor_kwargs={"max_pixels": 441})),
-        (with_images(), with_images(media_io_kwargs={"video": {"num_frames": 8}})),
-        (with_images(), with_images(video_pruning_rate=0.5)),
-        (
-            set_field("load_config.model_loader_extra_config", {}),
-            set_field("load_config.model_loader_extra_config", {"tensorizer_uri": "s3://v2"}),
-        ),
-        (
-            set_field("attention_config.use_non_causal", False),
-            set_field("attention_config.use_non_causal", True),
-        ),
-    ],
-)
-def test_what_changes_the_bytes_is_another_namespace(config, before, after):
-    """tests/tiers/namespace/test_engine_facts.py has every field."""
-    before(config)
-    first = known(config)
-    after(config)
-    assert len(changed(first, known(config))) == 1
-
-
 def test_ranks_and_draft_models_have_namespaces_of_their_own(config, tmp_path):
     before = known(config)
     assert changed(before, known(config, copy_rank=2)) == {"rank"}
@@ -150,17 +124,6 @@ def test_where_a_layer_lies_in_a_slot_does_not_depend_on_the_gpu(config):
     assert all_facts[0].facts["layout"] == "layer.0 0+48; layer.1 48+48; layer.2 96+48"
 
 
-def test_every_layout_is_a_namespace_of_its_own(config):
-    """In a slot, layers lie in the same places in all of them; tokens and heads may not."""
-    kv_cache = make_kv_cache_config(SHAPE)
-    all_facts = {}
-    for layout in ("LBNHC", "LBHNC", "BLNHC", "BLHNC"):
-        config.cache_config.kv_cache_layout = layout
-        all_facts[layout] = known(config, kv_cache)
-    for first, second in itertools.combinations(all_facts.values(), 2):
-        assert changed(first, second) == {"cache_config.kv_cache_layout"}
-
-
 @pytest.mark.parametrize(
     "groups", [("full",), ("window:8", "full"), ("full", "window:12"), ("full", "full")]
 )
@@ -197,18 +160,6 @@ def test_how_a_layer_keeps_its_keys_counts(config):
 def files_of(config: Any, folder: Path | str) -> str:
     config.model_config.model = config.model_config.tokenizer = str(folder)
     return known(config).facts["files.model.weights"]
-
-
-def test_every_file_of_the_model_counts(config, tmp_path):
-    """tests/tiers/namespace/test_model_files.py has all that may become of them."""
-    folder = tmp_path / "model"
-    folder.joinpath("original").mkdir(parents=True)
-    found = set()
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "original/params.json"):
-        for content in (b"1", b"2"):
-            folder.joinpath(name).write_bytes(content)
-            found.add(files_of(config, folder))
-    assert len(found - {""}) == 8
 
 
 def test_the_commit_that_vllm_has_found_counts(config, tmp_path):

@@ -60,19 +60,6 @@ def test_connections_are_used_again(runner, tls):
         runner.run(ask(tier, server))
 
 
-def test_no_connection_is_made_once_the_tier_is_closed(runner):
-    async def ask(tier: SealedTier) -> None:
-        await tier.close()
-        await tier.close()
-        assert await tier.fetch([name_of(1)], [slot_of((512,))]) == [Result.CANCELLED]
-        with pytest.raises(OSError, match="closed"):
-            await tier.probe([name_of(1)])
-
-    with tier_of(lambda peer: peer.send(NO_CONTENT)) as (tier, server):
-        runner.run(ask(tier))
-    assert server.num_connections == 0
-
-
 @pytest.mark.parametrize("trouble", ["an unknown authority", "another name"])
 def test_a_server_that_is_not_who_it_should_be_is_sent_nothing(
     runner, certificates, monkeypatch, caplog, trouble

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,33 +95,6 @@ def test_connections_that_a_server_has_closed_are_made_again(runner, server, cap
         with server.client() as client:
             num_connections = sum(c["name"] == "safe-offload" for c in client.client_list())
     assert num_connections <= DEFAULT_CONNECTIONS + 1
-    assert not caplog.text
-
-
-def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(runner, server, caplog):
-    """With a "ttl" what is asked first counts as writing, which a server can be told to hold."""
-    names, slots = [name_of(number) for number in range(20)], [filled((4096,), 1)] * 20
-
-    async def hold(call: Awaitable[list[Result]]) -> list[Result]:
-        with server.client() as client:
-            client.client_pause(60_000, all=False)
-            held = asyncio.ensure_future(call)
-            while not client.info("clients")["blocked_clients"]:  # noqa: ASYNC110 of another process
-                await asyncio.sleep(0.001)
-            kill_connections(server)
-            client.client_unpause()
-        return await held
-
-    async def use() -> None:
-        await tier.spill(names, slots)
-        targets = [slot_of((4096,)) for _ in names]
-        assert await hold(tier.fetch(names, targets)) == [Result.DONE] * 20
-        assert all(bytes_of(target) == bytes_of(slots[0]) for target in targets)
-        assert await hold(tier.spill(names, slots)) == [Result.PRESENT] * 20
-
-    config = TierConfig.at(f"redis://{server.host_port}", ttl_s=60.0)
-    with closed(tier_at(config), runner) as tier:
-        runner.run(use())
     assert not caplog.text
 
 
