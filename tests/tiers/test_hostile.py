@@ -278,10 +278,12 @@ def watched_log():
     heard = [each for each in loggers if each.parent is None or not each.propagate]
     for each in heard:
         each.addHandler(watch)
+    gc.freeze()  # so that the objects of vLLM are not looked at again for each example
     try:
         yield
         gc.collect()  # what a task that nobody waits for has raised is logged when it goes
     finally:
+        gc.unfreeze()
         for each in heard:
             each.removeHandler(watch)
     assert not watch.problems
