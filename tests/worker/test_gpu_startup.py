@@ -24,7 +24,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
 from safe_offload.protocol import FailureReason, StepPlan, Transfer
 from safe_offload.worker import self_test
-from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.opening import Opened, Opening
 from safe_offload.worker.self_test import SelfTest
 from tests.worker.copies.fake_device import FakeGpu
@@ -159,14 +158,6 @@ def test_page_locking_goes_on_during_every_capture_and_invalidates_none(worker, 
     wait_until(lambda: is_all_locked(opened))
 
 
-def test_registering_leaves_the_kv_cache_as_it_was(worker):
-    """What tries the copies there puts everything back, and has ended when vLLM goes on."""
-    for block in range(40):
-        worker.machine.fill(block, block + 1)
-    worker.initialize_from_config(worker.machine.kv_cache_config)
-    assert [worker.machine.read(block) for block in range(40)] == [{b + 1} for b in range(40)]
-
-
 def test_nothing_of_ours_comes_from_the_memory_that_sleeps_with_the_kv_cache(worker, gpu):
     """vLLM registers inside of a pool of torch's, which is unmapped while the engine sleeps."""
     worker.start()
@@ -210,29 +201,6 @@ def test_nothing_is_timed_where_the_memory_goes_away(worker, monkeypatch, ends):
     assert is_timing() is not sleeps
     worker.shutdown()
     assert not is_timing()
-
-
-def test_graphs_that_are_captured_anew_while_copies_are_under_way(worker, gpu, opened):
-    """As after a change of the number of experts' ranks; the copies neither fail nor disturb."""
-    machine = worker.machine
-    worker.start()
-    wait_until(lambda: is_all_locked(opened))
-    machine.fill(2, 20)
-    worker.step(store(1, block=2, slot=0))
-    settle(worker, 1)
-    worker.model_runner.forget_graphs()
-    transfers = opened[0].transfers
-    ids = iter(range(2, 100))
-
-    def copy() -> None:
-        transfer_id = next(ids)
-        transfers.submit(Direction.STORE, Transfer(transfer_id, (2,), (transfer_id,)))
-        wait_until(lambda: transfer_id in dict(transfers.drain()))
-
-    machine.during_capture = copy
-    gpu.delay_s = 0.01
-    worker.model_runner.capture_model()
-    assert next(ids) == 2 + len(GRAPH_SIZES)
 
 
 # ---- sleep ---------------------------------------------------------------------------------------
@@ -298,14 +266,6 @@ def test_the_connector_ends_before_the_runner_frees_the_memory(worker, gpu, monk
         type(worker.model_runner), "shutdown", lambda self: self.machine.trace.append("freed")
     )
     assert trace_of(worker, worker.shutdown) == ["shutdown", "freed"]
-    assert gpu.locked == {}
-
-
-def test_a_worker_that_ends_while_its_pool_is_being_locked_unlocks_it(worker, gpu):
-    gpu.may_lock.clear()
-    worker.start()
-    gpu.may_lock.set()
-    end_worker()
     assert gpu.locked == {}
 
 

@@ -196,10 +196,6 @@ class RunnerV1(Runner, v1.GPUModelRunner):
         with kv_cache_allocation_context or contextlib.nullcontext():
             return self.machine.kv_caches
 
-    def forget_graphs(self) -> None:
-        """Let the next `capture_model` capture again."""
-        self.model.clear_graphs()
-
     may_add_encoder_only_layers_to_kv_cache_config = Runner.nothing
     maybe_add_kv_sharing_layers_to_kv_cache_groups = Runner.nothing
     initialize_attn_backend = initialize_metadata_builders = Runner.nothing
@@ -278,11 +274,6 @@ class RunnerV2(Runner, v2.GPUModelRunner):
             raise AttributeError(name)
         found = self.__dict__[name] = MagicMock(name=name)
         return found
-
-    def forget_graphs(self) -> None:
-        """Let the next `capture_model` capture again; vLLM 0.31 has no call for it."""
-        manager = self.cudagraph_manager
-        manager.graphs, manager._graphs_captured = {}, False
 
     def _dummy_run(self, num_tokens: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         self.machine.trace.append("dummy run")
