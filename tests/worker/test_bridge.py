@@ -342,18 +342,6 @@ def test_stores_that_no_hook_started_take_what_their_forward_wrote(worker):
     assert worker.read_block(6)[0] == 44
 
 
-def test_stores_that_no_hook_started_go_before_those_of_the_next_plan(make_worker, monkeypatch):
-    worker = make_worker()
-    backend = faked(worker, monkeypatch)
-    step_of_an_earlier_stage(worker, StepPlan(stores_after_forward=(transfer(1),)))
-    worker.loop.flush()
-    assert backend.names == [], "no hook has come behind the forward"
-    step_of_an_earlier_stage(worker, StepPlan(stores_before_forward=(transfer(2),)))
-    worker.loop.flush()
-    assert backend.names == [1, 2]
-    backend.complete_all()
-
-
 def test_a_wrong_id_fails_its_transfer_and_no_other(worker):
     plan = StepPlan(
         loads=(Transfer(1, (BLOCKS,), (0,)), Transfer(2, (1,), (1,))),

@@ -195,36 +195,7 @@ def test_what_tiers_do_is_counted(make_worker):
     assert counters.take() == {}
 
 
-# ---- the tier of files ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def open_files(tmp_path):
-    workers: list[Worker] = []
-
-    def make(**options: Any) -> Worker:
-        extra = {"tiers": [{"url": f"file://{tmp_path}/kv"}], "verify": "load"}
-        workers.append(Worker(extra=extra, **options).register())
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.bridge.shutdown()
-
-
-def test_another_process_finds_in_the_files_what_one_has_stored(open_files):
-    first, second = open_files(), open_files()
-    first.write_block(2, 70)
-    first.step(StepPlan(stores_after_forward=(Transfer(1, ids_of([2]), ids_of([4])),)))
-    first.settle()
-    first.step(StepPlan(spills=moved(2, [4], A)))
-    wait_until(lambda: 2 in first.settle())
-    first.bridge.shutdown()
-    second.step(StepPlan(fetches=moved(1, [9], A)))
-    wait_until(lambda: 1 in second.settle())
-    second.step(StepPlan(loads=(Transfer(2, ids_of([8]), ids_of([9])),)))
-    assert second.settle() == {1: None, 2: None}
-    assert second.read_block(8)[0] == 70
+# ---- steps that compute nothing ----------------------------------------------------------------
 
 
 def make_watched(make_worker) -> tuple[TieredWorker, list[float]]:

@@ -1,6 +1,5 @@
 """Messages to tiers: each is answered exactly once, and no slot is touched after that."""
 
-import asyncio
 import itertools
 import random
 import threading
@@ -219,6 +218,7 @@ def make_rig():
         rig.close()
         rig.drain()
         assert not rig.runner.statistics()
+        assert all(tier.is_closed for tier in rig.tiers)
         assert rig.backend.is_closed
         assert rig.holding() is None
 
@@ -460,20 +460,6 @@ def test_a_slot_whose_bytes_have_changed_is_not_spilled(make_rig, caplog):
 # ---- several tiers -------------------------------------------------------------------------------
 
 
-def test_a_far_tier_is_asked_when_the_near_one_is_late(make_rig):
-    rig, near, far = two_tiers(make_rig, "a", "b")
-    near.holds, far.holds = {"probe"}, {"probe"}
-    rig.probe(1, A, B, C)
-    rig.loop.pass_time(HEAD_START_S / 2)
-    assert far.calls == []
-    rig.loop.pass_time(HEAD_START_S / 2)
-    assert far.calls == ["probe 3"], "for all, as nothing is known"
-    near.release()
-    assert rig.presence(1) is None
-    far.release()
-    assert rig.presence(1) == bytes([1, 2, 0])
-
-
 @pytest.mark.parametrize("first", ["near", "far"])
 def test_the_nearest_tier_is_named_whoever_answers_first(make_rig, first):
     rig, near, far = two_tiers(make_rig, "a", "ab")
@@ -554,20 +540,6 @@ def test_a_far_tier_that_is_not_waited_for_is_judged_all_the_same(make_rig, capl
     rig.loop.pass_time(TIMEOUT_S)
     assert "Circuit breaker open" in caplog.text
     assert rig.probe(10, A, B) == bytes([1, 0]), "at once"
-
-
-def test_a_probe_of_several_tiers_ends_with_the_loop(make_rig):
-    rig, near, far = two_tiers(make_rig, "a", "b")
-    near.holds, far.holds = {"probe"}, {"probe"}
-    rig.probe(1, A, B)
-    rig.loop.pass_time(HEAD_START_S)
-    far.release()
-    rig.loop.pass_time(1)
-    assert rig.presence(1) == bytes([0, 2])
-    rig.probe(2, A)
-    assert rig.close(), "nothing waits for the near tier"
-    assert rig.presence(2) == bytes([0])
-    assert not asyncio.all_tasks(rig.loop.event_loop)
 
 
 def test_a_fetch_looks_first_where_it_was_found_and_then_elsewhere(make_rig):
@@ -932,22 +904,6 @@ def test_pauses_have_a_jitter(make_rig, chance, pause_s):
 
 
 # ---- the end -------------------------------------------------------------------------------------
-
-
-def test_closing_answers_everything_and_closes_the_tiers_before_the_memory_goes(make_rig):
-    rig = make_rig()
-    rig.tier.holds = {"probe", "fetch", "spill"}
-    rig.probe(1, A)
-    for number in (2, 3, 4):
-        rig.fetch(number, [number], A)
-    for number in (5, 6):
-        rig.spill(number, [number], A)
-    assert rig.close()
-    rig.drain()
-    assert rig.presence(1) == bytes([0])
-    assert {outcome.transfer_id for outcome in rig.outcomes} == {2, 3, 4, 5, 6}
-    assert rig.tier.is_closed
-    assert rig.backend.is_closed
 
 
 def test_memory_is_not_freed_while_a_tier_may_touch_it(make_rig):

@@ -192,19 +192,6 @@ def test_close_cancels_what_is_queued_and_waits_for_what_is_issued(backend, star
     assert backend.names == [1]
 
 
-def test_closing_ends_the_thread_and_a_second_time_does_nothing(backend, start):
-    before = set(threading.enumerate())
-    transfers = start()
-    submit(transfers, STORE, 1)
-    backend.complete(1)
-    flush(transfers)
-    assert transfers.close()
-    assert transfers.close()
-    assert backend.is_closed
-    assert set(threading.enumerate()) <= before
-    assert transfers.drain() == [(1, None)]
-
-
 # ---- other parts die ---------------------------------------------------------------------------
 
 

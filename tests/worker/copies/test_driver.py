@@ -1,7 +1,6 @@
 """The drivers' calls, over libraries that are Python objects: names, arguments, chunks, errors."""
 
 import ctypes
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,30 +251,6 @@ def test_a_machine_without_the_library_says_so(tmp_path, monkeypatch):
 
 
 # ---- the device ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_hip", [False, True], ids=["CUDA", "HIP"])
-def test_a_bound_thread_may_do_what_is_unsafe_in_a_capture_and_another_one_may_not(is_hip):
-    gpu = FakeGpu(is_hip=is_hip)
-    device = gpu.open()
-    found: list[object] = []
-
-    def lock(*, is_bound: bool) -> None:
-        if is_bound:
-            device.bind_thread()
-        try:
-            device.lock(4096, 4096)
-        except CaptureError as error:
-            found.append(error)
-
-    for is_bound in (True, False):
-        with gpu.capturing() as capture:
-            thread = threading.Thread(target=lock, kwargs={"is_bound": is_bound})
-            thread.start()
-            thread.join()
-        assert capture.invalidated_by == ("" if is_bound else "lock")
-        assert len(found) == (0 if is_bound else 1)
-    gpu.close()
 
 
 def test_where_a_gpu_is_on_the_bus_is_empty_if_torch_does_not_tell():

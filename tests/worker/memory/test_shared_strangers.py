@@ -1,20 +1,16 @@
 """Processes that are no ranks, where ranks meet: they get nothing, and the ranks go on."""
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from safe_offload.errors import SharingError
-from safe_offload.layout import PAGE_BYTES
-from tests.fresh_process import start
 from tests.worker.memory.test_shared_memory import (
     PATIENCE_S,
     SIZE_BYTES,
@@ -23,7 +19,6 @@ from tests.worker.memory.test_shared_memory import (
     make_ranks,
     new_socket,
 )
-from tests.worker.test_bridge import SLOT_BYTES, Worker
 from tests.worker.waiting import wait_until
 
 __all__ = ["make_ranks"]  # a fixture
@@ -89,49 +84,6 @@ def read_by(posing: subprocess.Popen[str]) -> str:
 
 
 # ---- who poses as the first rank -----------------------------------------------------------------
-
-
-def run_rank(index: int, pipe: Connection) -> None:
-    """Of a rank: tell whose child it is, how many share its memory, and what is written there."""
-    pipe.send(os.getppid())
-    pipe.recv()
-    worker = Worker(rank=FIRST + index, ranks_per_copy=2).register()
-    assert worker.bridge.opened is not None
-    assert worker.host is not None
-    pipe.send(worker.bridge.opened.share.count)
-    pipe.recv()
-    worker.host.tensor[index] = 100 + index
-    pipe.send(None)
-    pipe.recv()
-    pipe.send(worker.host.tensor[:2].tolist())
-    worker.bridge.shutdown()
-
-
-@pytest.mark.skipif(not HAS_NAMESPACES, reason="no PID namespaces: this takes root")
-def test_nobody_can_guess_where_the_ranks_of_an_engine_meet(tmp_path):
-    """From a process of the same user and network, in a container of its own."""
-    size_bytes = -(-12 * SLOT_BYTES // PAGE_BYTES) * PAGE_BYTES + 12 * 8
-    pipes, processes = [], []
-    for index in range(2):
-        mine, of_rank = multiprocessing.Pipe()
-        pipes.append(mine)
-        how = {"log": tmp_path / f"log-{index}", "environment": os.environ}
-        processes.append(start(run_rank, index, of_rank, **how))
-    (parent,) = {pipe.recv() for pipe in pipes}
-    guess = f"safe-offload/{os.stat('/proc/self/ns/pid').st_ino}/{parent}/{FIRST}"
-    with stranger(OTHER_NAMESPACE, "pose", str(size_bytes), guess) as posing:
-        assert line_of(posing) == "ready"
-        for pipe in pipes:
-            pipe.send(None)
-        counts = [pipe.recv() for pipe in pipes]
-        found = []
-        for _ in range(2):
-            for pipe in pipes:
-                pipe.send(None)
-            found = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join(PATIENCE_S)
-        assert (counts, found, read_by(posing)) == ([2, 2], [[100, 101]] * 2, "0")
 
 
 @pytest.mark.parametrize(("within", "arguments"), [of_other_namespace, of_other_parent])
