@@ -18,12 +18,13 @@ _ERASE: Final = "\r\x1b[K"
 class Progress:
     """Counts the objects of a step, `what`, and shows the count on a terminal while it is open.
 
-    `begin` alone changes the step.
+    `begin` alone changes the step, and `remark` the note after the count.
     """
 
     def __init__(self, what: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._is_shown = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.note = ""
         self.begin(what)
 
     def begin(self, what: str) -> None:
@@ -43,6 +44,10 @@ class Progress:
             self._stream.write(_ERASE + line)
             self._stream.flush()
 
+    def remark(self, note: str) -> None:
+        """Show something else too, from the next line on."""
+        self.note = note
+
     def __enter__(self) -> Self:
         return self
 
@@ -54,4 +59,4 @@ class Progress:
     def __str__(self) -> str:
         """Return the count, such as "1,200 objects, 3.00 GiB"."""
         size = format_bytes(self._size_bytes) if self._size_bytes else ""
-        return ", ".join(filter(None, (f"{self._count:,} objects", size)))
+        return ", ".join(filter(None, (f"{self._count:,} objects", size, self.note)))

@@ -145,6 +145,25 @@ def header(name: Name, length_bytes: int, digest: int, *, version: int = FORMAT_
     return (fields + name.namespace + key).ljust(HEADER_BYTES, b"\0")
 
 
+def version_of(found: bytes) -> int:
+    """Return the version of a header; 0 if it is none."""
+    if len(found) < HEADER_BYTES or not found.startswith(_MAGIC):
+        return 0
+    version: int = _FIELDS.unpack_from(found)[1]
+    return version
+
+
+def length_of(found: bytes) -> int:
+    """Return the number of bytes of the object by its header, of any version."""
+    length_bytes: int = _FIELDS.unpack_from(found)[5]
+    return length_bytes
+
+
+def is_sealed(found: bytes) -> bool:
+    """Return whether an object was signed or encrypted with a key, by its header."""
+    return version_of(found) in (SEALED_VERSION, ENCRYPTED_VERSION)
+
+
 def compare(found: bytes, expected: bytes, name: Name) -> Result:
     """Judge an object by its header and the expected one.
 
@@ -175,6 +194,14 @@ ALL_KEYS: Final = f"{PREFIX}*"
 def key_of(name: Name) -> bytes:
     """Return the key of an object."""
     return f"{PREFIX}{namespace_folder(name.namespace)}:{path_of(name)[1]}".encode()
+
+
+def name_of_key(key: bytes) -> Name | None:
+    """Return the name of the object with this key; None if an object never has it."""
+    namespace, file = _parts(key)
+    folder = file[-2:]
+    found = name_of(namespace, file)
+    return found if found is not None and path_of(found) == (folder, file) else None
 
 
 def description_key(namespace: bytes) -> bytes:

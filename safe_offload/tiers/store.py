@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from safe_offload.config.units import MIB
 from safe_offload.findings import Finding, error, ok
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, PlaceError
@@ -32,7 +33,7 @@ TRIAL_OBJECTS = 16
 
 
 class Item(NamedTuple):
-    """An object that was found, by its key in the place.
+    """An object that was found, by its key in the place, and the name that its header must contain.
 
     `used_at_s` is since 1970, 0 if unknown. A temporary is being written, or was when its writer
     died.
@@ -40,6 +41,7 @@ class Item(NamedTuple):
 
     namespace: str
     key: str
+    name: Name | None
     size_bytes: int
     used_at_s: float
     is_temporary: bool = False
@@ -60,12 +62,14 @@ class Store(ABC):
         log: takes failures; `SealedTier` logs what verbs raise.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
         place_id: of the finding that the place can be used.
+        piece_bytes: that `read` returns at most.
         used_bytes: of what it holds; -1 if unknown.
         num_evicted: objects that this process has deleted to keep its capacity.
     """
 
     use = "USED"
     place_id = "tiers.place"
+    piece_bytes = 4 * MIB
     used_bytes = -1
     num_evicted = 0
 
@@ -116,8 +120,8 @@ class Store(ABC):
         """Yield every object, or those of a namespace; skip what vanishes meanwhile."""
 
     @abstractmethod
-    async def read(self, key: str, length: int) -> bytes:
-        """Return the first bytes of a description, or all. FileNotFoundError: there is none."""
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        """Return bytes of an object or a description, fewer at its end. FileNotFoundError: none."""
 
     async def is_ours(self) -> bool:
         """Return whether something may be deleted: always where other names are not touched."""
@@ -142,7 +146,7 @@ class Store(ABC):
         verbs: dict[str, Callable[[], Awaitable[object]]] = {
             "list": lambda: anext(self.walk(folder), None),
             "write": lambda: self.describe(space, b"x"),
-            "read": lambda: self.read(key, 1),
+            "read": lambda: self.read(key, 0, 1),
             "delete": lambda: self.delete([key]),
         }
         refused: dict[str, PlaceError] = {}
@@ -210,7 +214,10 @@ def pages(items: Iterable[T]) -> Iterator[list[T]]:
 def item_at(key: str, size_bytes: int, used_at_s: float) -> Item | None:
     """Return the object at a key of `Store.key_of`; None if it is none of ours."""
     namespace, _, rest = key.partition("/")
-    folder = rest.partition("/")[0]
+    folder, _, file = rest.partition("/")
     if not naming.is_namespace_folder(namespace) or not naming.is_object_folder(folder):
         return None
-    return Item(namespace, key, size_bytes, used_at_s)
+    name = naming.name_of(namespace, file)
+    if name is not None and naming.path_of(name)[0] != folder:
+        name = None
+    return Item(namespace, key, name, size_bytes, used_at_s)

@@ -279,10 +279,10 @@ def test_no_secret_is_printed_by_the_commands(data, secret):
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_a_place_is_printed_by_the_cache(data, secret):
     place = data.draw(urls(secret))
-    options = ["--encryption-key-file", secret] if data.draw(st.booleans()) else []
+    options = ["--hmac-key-file", secret] if data.draw(st.booleans()) else []
     with printed() as said:
-        main(["cache", "ls", "file:///nowhere/kv", "--password-file", f"/{secret}"])
-        main(["cache", "ls", place, *options])
+        main(["cache", "verify", "file:///nowhere/kv", "--password-file", f"/{secret}"])
+        main(["cache", "verify", place, *options])
     check_hidden(secret, "\n".join(said))
 
 

@@ -148,7 +148,7 @@ def cache(server, capsys):
     return run
 
 
-ACTIONS = [("ls",), ("rm", "--all", "--older-than", "7d"), ("rm", "--all")]
+ACTIONS = [("ls",), ("verify",), ("rm", "--all", "--older-than", "7d"), ("rm", "--all")]
 
 
 def stored(server: ServerOfThePage) -> None:

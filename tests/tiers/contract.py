@@ -218,7 +218,7 @@ class TierContract:
         for names in ([name_of(1)], [other, name_of(2)]):
             for name in names:
                 assert await spill_one(tier, name, filled((512,))) is Result.DONE
-            stored = await place.read(key, naming.DESCRIPTION_BYTES_MAX)
+            stored = await place.read(key, 0, naming.DESCRIPTION_BYTES_MAX)
             described = self.seal.opened_description(SPACE, stored)
             assert described == naming.description(SPACE, FACTS)
             await place.delete([key])

@@ -12,10 +12,12 @@ from safe_offload.tiers.naming import (
     description,
     facts_of,
     header,
+    length_of,
     name_of,
     namespace,
     namespace_folder,
     path_of,
+    version_of,
 )
 from safe_offload.tiers.seals.seal import PLAIN
 
@@ -93,6 +95,8 @@ def test_what_no_object_is_called_has_no_name(folder, file):
 def test_a_header_with_a_flipped_bit_is_another():
     written = header(NAME, 5, 6)
     assert len(written) == HEADER_BYTES
+    assert (version_of(written), length_of(written)) == (1, 5)
+    assert version_of(written[:-1]) == 0
     assert compare(written, header(NAME, 5, 6), NAME) is Result.DONE
     for bit in range(HEADER_BYTES * 8):
         bad = bytearray(written)

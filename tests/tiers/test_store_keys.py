@@ -9,7 +9,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.naming import description_key, key_of, namespace_of_key
+from safe_offload.tiers.naming import description_key, key_of, name_of_key, namespace_of_key
 from tests.tiers.contract import FACTS, SPACE, name_of
 
 NAMES = [name_of(1), name_of(2, 7), Name(SPACE, 65535, b"\xff"), Name(bytes(16), 0, bytes(64))]
@@ -18,6 +18,7 @@ NAMES = [name_of(1), name_of(2, 7), Name(SPACE, 65535, b"\xff"), Name(bytes(16),
 @pytest.mark.parametrize("name", NAMES)
 def test_a_key_says_which_object_it_is(name):
     key = key_of(name)
+    assert name_of_key(key) == name
     assert namespace_of_key(key) == name.namespace.hex()
     assert key.isascii()
     assert b"{" not in key, "a hash tag would put all objects on one server of a cluster"
@@ -25,6 +26,26 @@ def test_a_key_says_which_object_it_is(name):
 
 def test_keys_differ():
     assert len({key_of(name) for name in NAMES}) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"",
+        b"safe-offload",
+        b"safe-offload:",
+        b"safe-offload::",
+        b"other:" + key_of(name_of(1)).partition(b":")[2],
+        key_of(name_of(1))[:-1],
+        key_of(name_of(1)).upper(),
+        key_of(name_of(1)) + b"zz",
+        key_of(name_of(1)) + b":00",
+        b"\xff" + key_of(name_of(1)),
+        description_key(SPACE),
+    ],
+)
+def test_other_keys_are_no_objects(key):
+    assert name_of_key(key) is None
 
 
 def test_the_key_of_a_description_says_what_it_describes():

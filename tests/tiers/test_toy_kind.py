@@ -55,6 +55,8 @@ def test_commands_use_its_verbs(capsys):
     asyncio.run(spill())
     assert main(["cache", "ls", URL]) == 0
     assert f"3 objects, 24.00 KiB in {URL}" in capsys.readouterr().out
+    assert main(["cache", "verify", URL]) == 0
+    assert "3 objects, 24.00 KiB checked: 0 bad." in capsys.readouterr().out
     before = dict(PLACES[URL])
     found = {each.id: each.severity for each in check_tier(TierConfig.at(URL))}
     assert found.pop("tiers.key") is Severity.WARNING

@@ -61,7 +61,7 @@ class MemoryStore(Store):
         stored = {k: v for k, v in self._stored.items() if k.startswith(namespace)}
         yield list(filter(None, (item_at(k, len(v), time.time()) for k, v in stored.items())))
 
-    async def read(self, key: str, length: int) -> bytes:
+    async def read(self, key: str, start: int, length: int) -> bytes:
         if key not in self._stored:
             raise FileNotFoundError(errno.ENOENT, "no such object")
-        return self._stored[key][:length]
+        return self._stored[key][start : start + length]

@@ -1,4 +1,4 @@
-"""`safe-offload cache`: lists and deletes objects of a tier while engines use it.
+"""`safe-offload cache`: lists, checks and deletes objects of a tier while engines use it.
 
 Imports tiers. Door: `command`.
 """

@@ -1,7 +1,7 @@
-"""List and delete objects of a tier; engines may use it meanwhile.
+"""List, check and delete objects of a tier; engines may use it meanwhile.
 
 safe-offload cache ls /mnt/nvme/kv
-safe-offload cache ls rediss://kv.internal:6379 --password-file /run/secrets/valkey
+safe-offload cache verify rediss://kv.internal:6379 --password-file /run/secrets/valkey
 safe-offload cache rm s3://bucket/kv --all --older-than 7d
 safe-offload cache rm /mnt/nvme/kv --all --dry-run
 safe-offload cache ls node
@@ -9,6 +9,7 @@ safe-offload cache ls node
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -28,12 +29,16 @@ from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers import naming
 from safe_offload.tiers.files.directory import NotOursError
 from safe_offload.tiers.seals.keys import open_seal
-from safe_offload.tiers.seals.seal import Seal
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal, seal_of
 from safe_offload.tiers.store import LISTED_MAX, Item, pages
 
+_BAD_SHOWN_MAX: Final = 20
 _NAMES_SHOWN_MAX: Final = 20
+_BAD_MAX: Final = 10_000
+"""Of bad objects named in JSON."""
 _FACTS_BYTES_MAX: Final = 8 * MIB
 """Of descriptions whose facts are kept for JSON; of more, only the model is kept."""
+_PLACE_LENGTH_MAX: Final = 200
 
 # ---- arguments --------------------------------------------------------------------------------
 
@@ -43,13 +48,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="ACTION")
     for name, function, what in (
         ("ls", _ls, "namespaces, their models, objects, bytes and age"),
+        ("verify", _verify, "check every header and checksum"),
         ("rm", _rm, "delete a namespace, or all; or of these what was not used for long"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.".capitalize())
         command.add_argument(
             "place", metavar="URL_OR_DIR", help='url or directory of the tier; "node": shared pools'
         )
-        if name == "rm":
+        if name == "verify":
+            command.add_argument("--delete", action="store_true", help="delete bad objects")
+        elif name == "rm":
             command.add_argument(
                 "namespace", nargs="?", help="namespace that `ls` shows; a prefix is enough"
             )
@@ -209,11 +217,87 @@ def _ago(now_s: float, at_s: float) -> str:
     return f"{age_s:.0f}s"
 
 
+# ---- verify -----------------------------------------------------------------------------------
+
+
+def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
+    @functools.cache
+    def key_seal() -> Seal:  # lazy: an unreadable place is reported before an unreadable key
+        return open_seal(config)
+
+    @functools.lru_cache(LISTED_MAX)
+    def seal_of_namespace(namespace: str) -> Seal:
+        return _seal_for(place.description(namespace, key_seal()), key_seal())
+
+    num_objects, size_bytes, num_sealed, num_bad = 0, 0, 0, 0
+    bad: list[dict[str, str]] = []
+    progress = place.progress
+    progress.begin("checking")
+    for item in _counted(place):
+        if item.is_temporary:
+            continue
+        try:
+            problem = place.problem_of(item, seal_of_namespace(item.namespace))
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        if problem == NOT_CHECKED:
+            num_sealed += 1
+            continue
+        num_objects += 1
+        size_bytes += item.size_bytes
+        if problem:
+            num_bad += 1
+            progress.remark(f"{num_bad:,} bad")
+            if num_bad <= _BAD_MAX:
+                bad.append({"file": item.key, "problem": problem})
+            if arguments.delete:
+                place.delete([item])
+    has_key = bool(key_seal().facts)
+    is_well = not bad or arguments.delete
+    document = {
+        "tier": place.label,
+        "num_objects": num_objects,
+        "size_bytes": size_bytes,
+        "num_sealed": num_sealed,
+        "num_bad": num_bad,
+        "bad": bad,
+        "deleted": bool(bad) and arguments.delete,
+    }
+    lines = [
+        f"{printable(each['file'], _PLACE_LENGTH_MAX)}: {each['problem']}"
+        for each in bad[:_BAD_SHOWN_MAX]
+    ]
+    if num_bad > _BAD_SHOWN_MAX:
+        lines.append(f"… and {num_bad - _BAD_SHOWN_MAX} more; --json prints {_BAD_MAX:,}")
+    lines.append(f"{num_objects:,} objects, {format_bytes(size_bytes)} checked: {num_bad} bad.")
+    if bad:
+        lines[-1] += (
+            " They were deleted."
+            if arguments.delete
+            else " Engines never use them. Fix: run this again with --delete."
+        )
+    if num_sealed:
+        lines.append(
+            f"{num_sealed:,} more objects are sealed with {'another' if has_key else 'a'} "
+            "key and were not checked. Fix: pass it with --hmac-key-file or --encryption-key-file."
+        )
+    return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
+
+
 def _counted(place: Place) -> Iterator[Item]:
     """Yield all objects, counting them in the progress."""
     for item in place.items():
         yield item
         place.progress.advance(1, item.size_bytes)
+
+
+def _seal_for(described: bytes, seal: Seal) -> Seal:
+    """Return the seal that checks the objects of a namespace.
+
+    `described` is its description, empty if it is gone; `seal` that of the given key, or PLAIN.
+    """
+    facts = naming.facts_of(described)
+    return seal_of(facts, seal) or PLAIN if facts else seal
 
 
 # ---- rm ---------------------------------------------------------------------------------------

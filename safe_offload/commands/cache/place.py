@@ -9,9 +9,10 @@ from typing import Any, Final, TypeVar
 
 from safe_offload.commands.progress import Progress
 from safe_offload.errors import SafeOffloadError
+from safe_offload.tiers import naming
 from safe_offload.tiers.base import PlaceError
-from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX
-from safe_offload.tiers.seals.seal import Seal
+from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, HEADER_BYTES
+from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Item, Store
 
 LOOKING: Final = "listing objects"
@@ -63,7 +64,7 @@ class Place:
         """Return the description of a namespace, or nothing; encrypted without its key."""
         try:
             key = self._store.description_key(namespace)
-            stored = self._run(self._store.read(key, DESCRIPTION_BYTES_MAX))
+            stored = self._read(key, 0, DESCRIPTION_BYTES_MAX)
         except OSError:
             return b""
         return seal.opened_description(bytes.fromhex(namespace), stored)
@@ -78,6 +79,42 @@ class Place:
         while (page := self._run(following())) is not None:
             yield from page
 
+    def pieces(self, item: Item) -> Iterator[bytes]:
+        """Yield the header of an object, HEADER_BYTES if it has one, and then its bytes.
+
+        FileNotFoundError: it has vanished. OSError: it cannot be read.
+        """
+        at, length = 0, max(self._store.piece_bytes, HEADER_BYTES)
+        while at == 0 or at < item.size_bytes:
+            piece = self._read(item.key, at, length)
+            if at == 0:
+                yield piece[:HEADER_BYTES]
+            yield piece[0 if at else HEADER_BYTES :]
+            at += len(piece)
+            if len(piece) < length:
+                break
+
+    def _read(self, key: str, start: int, length: int) -> bytes:
+        return self._run(self._store.read(key, start, length))
+
+    def problem_of(self, item: Item, seal: Seal = PLAIN) -> str:
+        """Return the defect of an object; empty if there is none, NOT_CHECKED without its key.
+
+        FileNotFoundError: it has vanished.
+        """
+        try:
+            pieces = self.pieces(item)
+            found = next(pieces, b"")
+            if not naming.version_of(found):
+                return "it has no header of this version"
+            if item.name is None:
+                return "its header names another object"
+            return seal.problem_of(found, item.name, map(memoryview, pieces))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+
     def delete(self, items: Sequence[Item]) -> list[Item]:
         """Delete objects; return those that existed."""
         if self.is_dry:
@@ -86,7 +123,8 @@ class Place:
             self.progress.begin(DELETING)
         were_there = self._run(self._store.delete([item.key for item in items]))
         deleted = [item for item, was in zip(items, were_there, strict=True) if was]
-        self.progress.advance(len(deleted), sum(item.size_bytes for item in deleted))
+        if self.progress.what == DELETING:  # else a check is shown
+            self.progress.advance(len(deleted), sum(item.size_bytes for item in deleted))
         return deleted
 
     def forget(self, namespaces: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ OPTIONS: Final = {
     "--cert-file": "cert_file",
     "--key-file": "key_file",
     "--endpoint": "endpoint",
+    "--hmac-key-file": "hmac_key_file",
     "--encryption-key-file": "encryption_key_file",
 }
 """Options, and the settings of a tier that they set."""
@@ -47,17 +48,12 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
             raise ConfigError(f"{label}: {problem}. Fix: name the directory or the url of a tier.")
         url = f"{FILE}://{quote(path)}"
     written = {
-        name: _whole_path(value) if name.endswith("_file") else value
+        name: os.path.abspath(value) if name.endswith("_file") else value
         for name, value in options.items()
         if value is not None
     }
     config: TierConfig = tiers().read("tiers", [{URL_KEY: url, **written}])[0]
     return config
-
-
-def _whole_path(value: str) -> str:
-    """Return an absolute path; what names no file may be the secret itself, and stays hidden."""
-    return os.path.abspath(value) if os.sep in value or os.path.exists(value) else value
 
 
 def open_place(place: str, config: TierConfig) -> Place:

@@ -171,8 +171,8 @@ class FileStore(Store):
         for page in pages(upkeep.items(self._root(), namespace)):
             yield page
 
-    async def read(self, key: str, length: int) -> bytes:
-        return upkeep.read(key, length, self._root())
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        return upkeep.read(key, start, length, self._root())
 
     async def forget(self, namespaces: Sequence[str]) -> None:
         """See `Store.forget`; an engine may be writing to one of them again."""

@@ -35,13 +35,16 @@ def items(root_fd: int, namespace: str) -> Iterator[Item]:
             yield item._replace(is_temporary=file.is_temporary)
 
 
-def read(key: str, length: int, root_fd: int) -> bytes:
-    """Return the first bytes of a file."""
+def read(key: str, start: int, length: int, root_fd: int) -> bytes:
+    """Return bytes of a file, and drop them from the page cache."""
     with _folder_of(key, root_fd) as (folder_fd, file):
         _require_file(file, folder_fd)
         file_fd = os.open(file, _READ_FLAGS, dir_fd=folder_fd)
     try:
-        return os.read(file_fd, length)
+        found = os.pread(file_fd, length, start)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file_fd, start, length, os.POSIX_FADV_DONTNEED)
+        return found
     finally:
         os.close(file_fd)
 

@@ -51,6 +51,8 @@ PAGES_WHOLE_S: Final = 120.0
 PAGES_BYTES_MAX: Final = 512 * MIB
 PAGES_LINE_BYTES_MAX: Final = 16 * MIB
 PAGES_PIECE_BYTES: Final = 64 << 10
+OBJECT_BYTES_MAX: Final = 256 * MIB
+"""Of an object that an operator reads: anyone may have written objects of any length."""
 
 Work = Callable[[Batch, Sequence[int]], None]
 
@@ -63,6 +65,7 @@ class MooncakeStore(Store):
     """
 
     use = "WRITTEN"
+    piece_bytes = OBJECT_BYTES_MAX  # an object is read as a whole
 
     def __init__(self, config: MooncakeConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
@@ -203,17 +206,20 @@ class MooncakeStore(Store):
         namespace = naming.namespace_of_key(key.encode())
         if not namespace or key == self.description_key(namespace):
             return None
-        return Item(namespace, key, size_bytes, 0.0)
+        return Item(namespace, key, naming.name_of_key(key.encode()), size_bytes, 0.0)
 
-    async def read(self, key: str, length: int) -> bytes:
+    async def read(self, key: str, start: int, length: int) -> bytes:
         (size_bytes,) = await self._query(self._home.sizes, [key])
-        if size_bytes > naming.DESCRIPTION_BYTES_MAX:
-            raise OSError(errno.EFBIG, f"it has {format_bytes(size_bytes)}")
+        is_description = key.endswith(f":{naming.DESCRIPTION_FILE}")
+        most_bytes = naming.DESCRIPTION_BYTES_MAX if is_description else OBJECT_BYTES_MAX
+        if size_bytes > most_bytes:
+            problem = f"it has {format_bytes(size_bytes)}, more than {format_bytes(most_bytes)}"
+            raise OSError(errno.EFBIG, problem)
         found = memoryview(bytearray(max(size_bytes, 0)))
         codes = await self._query(self._mover.get, [key], [(found,)]) if found else []
         if codes != [size_bytes]:
             raise FileNotFoundError(key)
-        return bytes(found[:length])
+        return bytes(found[start : start + length])
 
     async def _keys(self) -> Iterator[bytes]:
         """Return our keys, from a file: their number has no bound."""

@@ -93,9 +93,9 @@ class BucketStore(Store):
         return [True] * len(keys)
 
     async def _remove(self, key: str) -> None:
-        name = naming.name_of(key.partition("/")[0], key.rpartition("/")[2])
-        if name is not None:
-            self._seen.pop(name, None)
+        item = item_at(key, 0, 0.0)
+        if item is not None and item.name is not None:
+            self._seen.pop(item.name, None)
         async with self._looks:
             try:
                 await self._request("delete", self._store.delete_async(key), _ABSENT)
@@ -217,8 +217,8 @@ class BucketStore(Store):
         while page := await self._request("list", next_page(pages)):
             yield list(filter(None, map(_item_of, page)))
 
-    async def read(self, key: str, length: int) -> bytes:
-        reading = self._store.get_range_async(key, start=0, length=length)
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        reading = self._store.get_range_async(key, start=start, length=length)
         try:
             return bytes(await self._request("read", reading, _ABSENT))
         except StoreError as error:

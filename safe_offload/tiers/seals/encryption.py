@@ -14,7 +14,7 @@ Source: NIST SP 800-38D; RFC 5869.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cryptography.exceptions import InvalidTag
@@ -72,6 +72,15 @@ class Encryption(Seal):
                     # The library leaves open what becomes of memory that is source and target.
                     decryptor.update_into(bytes(piece), piece)
         return _verdict(decryptor, found, name, sum(buffer.nbytes for buffer in buffers))
+
+    def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
+        decryptor = self._decryptor(found)
+        length_bytes = 0
+        for piece in pieces:
+            if decryptor is not None:
+                decryptor.update(piece)
+            length_bytes += piece.nbytes
+        return length_bytes, _verdict(decryptor, found, name, length_bytes)
 
     def closed_description(self, namespace: bytes, text: bytes) -> bytes:
         """See `Seal.closed_description`: an object of its own, under the name of its file."""

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 FACT: Final = "seal"
 """Name of the fact with the key of a namespace's objects."""
+NOT_CHECKED: Final = "it is sealed with a key: not checked"
 
 _DIGEST_BYTES: Final = 32  # of BLAKE3, and of HMAC-SHA256
 _FINGERPRINT_BYTES: Final = 8
@@ -95,7 +96,15 @@ class Seal:
 
         If it is DONE, `buffers` contain what was sealed; else they may contain anything.
         """
-        return naming.compare(found, self._header(name, *self._digest(buffers)), name)
+        return self.examine(found, name, buffers)[1]
+
+    def examine(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> tuple[int, Result]:
+        """Return the number of bytes of an object, and what `judge` would say; nothing is changed.
+
+        `found` is a header of this version.
+        """
+        length_bytes, digest = self._digest(pieces)
+        return length_bytes, naming.compare(found, self._header(name, length_bytes, digest), name)
 
     async def seal_async(self, name: Name, buffers: Buffers) -> tuple[bytes, Buffers]:
         """Seal an object, on another thread if that takes long.
@@ -134,6 +143,30 @@ class Seal:
     def opened_description(self, namespace: bytes, stored: bytes) -> bytes:
         """Return the text of a stored description; unchanged if it cannot be decrypted."""
         return stored
+
+    def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
+        """Return the problem of an object, for people to read; empty if there is none.
+
+        NOT_CHECKED if its header is right as far as can be seen without its key.
+        """
+        version = naming.version_of(found)
+        if version == self.version:
+            length_bytes, result = self.examine(found, name, pieces)
+        elif naming.is_sealed(found):
+            length_bytes = sum(piece.nbytes for piece in pieces)
+            result = judge_open_part(found, name, length_bytes, version)
+        else:
+            return "it has no header of this version"
+        if result is Result.DONE:
+            return "" if version == self.version else NOT_CHECKED
+        if result is Result.UNDECRYPTABLE:
+            return NOT_CHECKED
+        if result is Result.FOREIGN:
+            return "its header names another object"
+        says_bytes = naming.length_of(found)
+        if says_bytes != length_bytes:
+            return f"it has {length_bytes} bytes, its header says {says_bytes}"
+        return "its seal is wrong" if naming.is_sealed(found) else "its checksum is wrong"
 
     def _digest(self, pieces: Iterable[memoryview]) -> tuple[int, bytes]:
         state = self._new_digest()
@@ -180,6 +213,12 @@ def judge_open_part(found: bytes, name: Name, length_bytes: int, version: int) -
 
 
 PLAIN: Final = Seal()
+
+
+def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:
+    """Return the seal with the key that facts name: PLAIN, one of `seals`, or None."""
+    found = facts.get(FACT)
+    return next((each for each in (PLAIN, *seals) if each.facts.get(FACT) == found), None)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from safe_offload.tiers.naming import (
     PREFIX,
     description_key,
     key_of,
+    name_of_key,
     namespace_of_key,
 )
 from safe_offload.tiers.seals.seal import Digest
@@ -70,6 +71,7 @@ _STRANGE: Final = ErrorReply("ERR", "")
 class ValkeyStore(Store):
     """See `Store`. ConfigError: certificates cannot be used."""
 
+    piece_bytes = TEXT_BYTES_MAX
     log: ServerLog
 
     def __init__(self, config: ValkeyConfig, slot_bytes: int = 0) -> None:
@@ -445,9 +447,9 @@ class ValkeyStore(Store):
         async for node, keys in self._scan(f"{PREFIX}{namespace}:*" if namespace else ALL_KEYS):
             yield [item async for item in self._items(node, keys)]
 
-    async def read(self, key: str, length: int) -> bytes:
+    async def read(self, key: str, start: int, length: int) -> bytes:
         node = await self.node_of(key)
-        words = (key.encode(), b"0", b"%d" % (length - 1))
+        words = (key.encode(), b"%d" % start, b"%d" % (start + length - 1))
         (found,) = await self.answers(node, (b"GETRANGE", *words))
         if isinstance(found, ErrorReply) and found.code == "WRONGTYPE":
             raise OSError(errno.EINVAL, "it is not a string")
@@ -528,7 +530,7 @@ class ValkeyStore(Store):
                 continue  # evicted meanwhile
             used_at_s = now_s - idle_s if isinstance(idle_s, int) else 0.0
             size_bytes = size_bytes if isinstance(size_bytes, int) else 0
-            yield Item(namespace, key.decode(), size_bytes, used_at_s)
+            yield Item(namespace, key.decode(), name_of_key(key), size_bytes, used_at_s)
 
 
 class _Keyed:

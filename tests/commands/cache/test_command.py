@@ -77,6 +77,35 @@ def test_what_a_directory_says_of_itself_is_printed_escaped(call, root):
     assert {row.split()[-1][-3:] for row in text.splitlines()[1:3]} == {"...", "?"}
 
 
+def test_names_of_files_are_printed_escaped(call, root):
+    folder = path_in(root, 0).parent
+    (folder / f"{HOSTILE}x").write_bytes(b"x")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).write_bytes(b"x")
+    status, text = call("verify", root)
+    assert status == 1
+    check_printed(text)
+    assert "\\udcff" in text
+    assert "2 bad" in text
+
+
+# ---- verify -----------------------------------------------------------------------------------
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_shows_the_first_of_many(call, root):
+    fill(root, [name_of(n, space=FIRST) for n in range(30)])
+    for number in range(30):
+        flip(path_in(root, number), 5000)
+    _, text = call("verify", root)
+    assert len(text.splitlines()) == 22
+    assert "… and 10 more" in text
+
+
 # ---- rm ---------------------------------------------------------------------------------------
 
 
@@ -152,6 +181,7 @@ def test_what_is_not_what_it_should_be_is_passed_over_and_all_is_deleted(
     nothing(path)
     STRANGE[what](path, aside)
     assert call("ls", root)[0] == 0
+    assert call("verify", root)[0] == ((where, what) == ("an object", "a file"))
     assert call("rm", root, "--all", "--older-than", "1d")[0] == 0
     assert call("rm", root, "--all")[0] == 0
     left = {path.name for path in root.iterdir()} - {"usage", "evict.lock"}
@@ -207,7 +237,7 @@ def test_what_cannot_be_replaced_is_said_with_its_own_fix(call, root):
     ("arguments", "message"),
     [
         (("ls", "{root}/nowhere"), "cannot be opened: No such file or directory"),
-        (("ls", "{root}/usage"), "cannot be opened: Not a directory"),
+        (("verify", "{root}/usage"), "cannot be opened: Not a directory"),
         (("rm", "{root}", "--all", "--older-than", "soon"), "write 7d for a week"),
         (("rm", "{root}/..", "--all"), "is not the directory of a tier"),
         (("rm", "{root}"), "add one that `ls` shows, or --all"),

@@ -99,6 +99,8 @@ def test_objects_of_an_earlier_version_are_read_and_listed(call, place, key_file
     listed = read(call, "ls", rig.url)[1]["namespaces"]
     assert [each["facts"]["model"] for each in listed] == ["golden"] * 2
     assert [each["num_objects"] for each in listed] == [2, 2]
+    status, found = read(call, "verify", rig.url, "--hmac-key-file", key_file)
+    assert (status, found["num_objects"], found["num_sealed"], found["bad"]) == (0, 4, 0, [])
 
 
 def test_what_is_written_is_what_an_earlier_version_wrote(place, key_file):

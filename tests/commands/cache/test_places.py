@@ -7,6 +7,7 @@ from safe_offload.tiers import store
 from safe_offload.tiers.files import file_store
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, namespace_folder
 from safe_offload.tiers.objects import bucket_store
+from safe_offload.tiers.seals.seal import Seal
 from safe_offload.tiers.valkey import valkey_store
 from tests.commands.cache.calls import (
     AFTER_RESET,
@@ -14,10 +15,13 @@ from tests.commands.cache.calls import (
     FIRST,
     KEY,
     STORED_BYTES,
+    Call,
     described,
+    flipped,
     read,
     value_of,
 )
+from tests.commands.cache.conftest import Rig
 from tests.tiers.contract import ENCRYPTION, name_of
 from tests.tiers.contract import KEY as ENCRYPTION_KEY
 
@@ -100,7 +104,65 @@ def test_of_very_many_namespaces_some_are_listed_and_all_are_deleted(call, rig, 
     assert rig.names() == []
 
 
-def test_an_encrypted_description_is_shown_with_its_key(call, rig, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda value: flipped(value, 0), "no header"),
+        (lambda value: flipped(value, 4000), "its checksum is wrong"),
+        (lambda value: flipped(value, -1), "its checksum is wrong"),
+        (lambda value: flipped(value, 32), "its header names another object"),
+        (lambda value: value[:-1], "its header says 12288"),
+        (lambda value: value + b"x", "its header says 12288"),
+        (lambda value: b"x", "no header"),
+    ],
+)
+def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(call, rig, damage, problem):
+    rig.write(rig.name(3), damage(value_of(name_of(3, space=FIRST))))
+    check_found(call, rig, problem)
+    assert sum(rig.there()) == 9
+
+
+@pytest.mark.parametrize(("old", "new"), [("03", "abcdef"), ("03", "xyz"), ("/03/", "/04/")])
+def test_verify_finds_what_lies_under_another_name(call, rig, old, new):
+    name = rig.name(3)
+    moved = name.replace(old, new) if "/" in old else name.removesuffix(old) + new
+    rig.delete(name)
+    rig.write(moved if moved != name else f"{name}ab", value_of(name_of(3, space=FIRST)))
+    check_found(call, rig, "names another object")
+
+
+def check_found(call: Call, rig: Rig, problem: str) -> None:
+    status, text = call("verify", rig.url)
+    assert status == 1
+    assert problem in text.splitlines()[0]
+    assert "1 bad. Engines never use them. Fix: run this again with --delete." in text
+    status, document = read(call, "verify", rig.url, "--delete")
+    assert (status, len(document["bad"]), document["deleted"]) == (0, 1, True)
+    assert call("verify", rig.url) == (0, "12 objects, 192.00 KiB checked: 0 bad.\n")
+
+
+def test_sealed_objects_are_checked_with_their_key_only(call, rig, tmp_path):
+    seal, space = Seal(KEY), bytes(16)
+    rig.write(rig.description(space), described(space, seal))
+    for n in range(4):
+        rig.write(rig.name(n, space), value_of(name_of(n, space=space), seal))
+    keys = {"right": KEY, "other": KEY[::-1]}
+    for name, key in keys.items():
+        (tmp_path / name).write_text(key.hex())
+        (tmp_path / name).chmod(0o400)
+    status, text = call("verify", rig.url)
+    assert status == 1
+    assert "4 more objects are sealed with a key and were not checked. Fix: pass it with" in text
+    with_key = ("verify", rig.url, "--hmac-key-file", tmp_path / "right")
+    assert call(*with_key) == (0, "17 objects, 272.00 KiB checked: 0 bad.\n")
+    rig.write(rig.name(3, space), value_of(name_of(3, space=space)))  # by one without the key
+    status, text = call(*with_key)
+    assert (status, "1 bad" in text) == (1, True)
+    other = call("verify", rig.url, "--hmac-key-file", tmp_path / "other")
+    assert "sealed with another key" in other[1]
+
+
+def test_encrypted_objects_are_checked_as_far_as_the_keys_show(call, rig, tmp_path):
     space = bytes(16)
     text = described(space, ENCRYPTION)
     rig.write(rig.description(space), ENCRYPTION.closed_description(space, text))
@@ -111,15 +173,25 @@ def test_an_encrypted_description_is_shown_with_its_key(call, rig, tmp_path):
         (tmp_path / name).write_text(lines)
         (tmp_path / name).chmod(0o400)
     option = "--encryption-key-file"
-    for arguments, num_known in (
-        ((), 0),
-        ((option, tmp_path / "other"), 0),
-        ((option, tmp_path / "right"), 1),
-    ):
+    not_checked = "4 more objects are sealed with {} key and were not checked. Fix: pass it with"
+    status, text = call("verify", rig.url)
+    assert (status, not_checked.format("a") in text) == (1, True)
+    status, text = call("verify", rig.url, option, tmp_path / "other")
+    assert (status, not_checked.format("another") in text) == (1, True)
+    with_key = ("verify", rig.url, option, tmp_path / "right")
+    assert call(*with_key) == (0, "17 objects, 272.00 KiB checked: 0 bad.\n")
+    for arguments, num_known in (((), 0), ((option, tmp_path / "right"), 1)):
         found = read(call, "ls", rig.url, *arguments)[1]["namespaces"]
         assert [each["namespace"] for each in found].count(space.hex()) == 1
         known = [each for each in found if each["facts"].get("seal") == "aes-256-gcm"]
         assert len(known) == num_known
+    swapped = value_of(name_of(2, space=space), ENCRYPTION)
+    rig.write(rig.name(3, space), swapped)
+    assert read(call, "verify", rig.url)[1]["num_bad"] == 1, "its name can be read"
+    rig.write(rig.name(3, space), flipped(value_of(name_of(3, space=space), ENCRYPTION), -1))
+    assert read(call, "verify", rig.url)[1]["num_bad"] == 0, "its bytes cannot"
+    status, text = call(*with_key)
+    assert (status, "its seal is wrong" in text) == (1, True)
 
 
 def test_rm_by_age_deletes_all_that_is_older_and_nothing_else(call, aged):
@@ -169,6 +241,9 @@ def test_what_is_gone_meanwhile_is_passed_over(call, aged):
     items = list(place.items(NAME))
     for number in range(2):
         aged.delete(aged.name(number))
+    (gone, *_) = (item for item in items if item.name == name_of(0, space=FIRST))
+    with pytest.raises(FileNotFoundError):
+        list(place.pieces(gone))
     assert len(place.delete(items)) in (8, 10), "a bucket does not say what was there"
     assert not any(aged.there())
     place.close()

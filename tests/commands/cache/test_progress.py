@@ -58,13 +58,17 @@ def written(terminal, monkeypatch, call, *arguments):
     return text, lines[:-1]
 
 
-def told(what, count):
-    return f"{what}: {count} objects, {format_bytes(count * STORED_BYTES)}"
+def told(what, count, more=""):
+    return f"{what}: {count} objects, {format_bytes(count * STORED_BYTES)}{more}"
 
 
-def test_a_listing_counts(rig, call, terminal, monkeypatch):
-    _, lines = written(terminal, monkeypatch, call, "ls", rig.url)
-    assert lines == [told("listing objects", n) for n in range(1, 14)]
+def test_a_check_counts_bad_objects_too(rig, call, terminal, monkeypatch):
+    rig.write(rig.name(3), b"x" * STORED_BYTES)
+    text, lines = written(terminal, monkeypatch, call, "verify", rig.url, "--delete")
+    assert lines[0] == told("checking", 1)
+    assert lines[-1] == told("checking", 13, ", 1 bad")
+    assert len(lines) == 13
+    assert "13 objects" in text
 
 
 def test_it_is_written_five_times_a_second_at_most_and_never_on_a_second_line(
@@ -93,27 +97,28 @@ def test_a_terminal_that_cannot_go_back_gets_nothing(terminal, monkeypatch):
 def test_nothing_is_written_with_json_or_elsewhere(folder, call, terminal, monkeypatch, capsys):
     _, lines = written(terminal, monkeypatch, call, "ls", folder.url, "--json")
     assert lines == []
-    call("ls", folder.url)
+    call("verify", folder.url)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_ctrl_c_ends_it_in_one_line_that_says_what_is_done(rig, call, monkeypatch, more):
-    items = Place.items
+    check, num_checked = Place.problem_of, 0
 
-    def interrupted(*arguments):
-        for number, item in enumerate(items(*arguments)):
-            if number == 5:
-                signal.raise_signal(signal.SIGINT)
-            yield item
+    def problem_of(*arguments):
+        nonlocal num_checked
+        num_checked += 1
+        if num_checked == 6:
+            signal.raise_signal(signal.SIGINT)
+        return check(*arguments)
 
-    monkeypatch.setattr(Place, "items", interrupted)
-    status, text = call("ls", rig.url, *more)
+    rig.write(rig.name(3), b"x" * STORED_BYTES)
+    monkeypatch.setattr(Place, "problem_of", problem_of)
+    status, text = call("verify", rig.url, *more)
     assert status == 130
     size = format_bytes(5 * STORED_BYTES)
-    assert text == (
-        f"safe-offload: ended by Ctrl-C while listing objects, after 5 objects, {size}.\n"
-    )
+    begin = f"safe-offload: ended by Ctrl-C while checking, after 5 objects, {size}"
+    assert text in (f"{begin}.\n", f"{begin}, 1 bad.\n")
 
 
 def test_ctrl_c_ends_rm_and_what_is_left_can_be_used(folder, call, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 from safe_offload.commands.cache import places
 from safe_offload.tiers.naming import description_key, key_of
+from safe_offload.tiers.valkey.valkey_store import ValkeyStore
 from tests.commands.cache.calls import (
     FACTS,
     FIRST,
@@ -14,6 +15,7 @@ from tests.commands.cache.calls import (
     STORED_BYTES,
     check_refusal,
     described,
+    flipped,
     read,
     value_of,
 )
@@ -21,6 +23,8 @@ from tests.commands.cache.conftest import Keys
 from tests.engine.http_server import hold_port
 from tests.tiers.contract import name_of
 from tests.valkey_server import LOCALHOST, Cluster, Server, redis_binary
+
+THIRD = key_of(name_of(3, space=FIRST))
 
 
 @pytest.fixture
@@ -45,7 +49,8 @@ def test_ls_on_a_socket_and_in_another_database(call, client, server):
 
 def test_to_look_is_not_to_use(call, keys):
     keys.age(0, 1000)
-    assert call("ls", keys.url)[0] == 0
+    for action in ("ls", "verify"):
+        assert call(action, keys.url)[0] == 0
     assert keys.client.object("idletime", keys.name(0)) >= 1000
 
 
@@ -59,6 +64,7 @@ def test_to_look_is_not_to_use_on_an_older_server_either(call, tmp_path):
         _, document = read(call, "ls", url(server))
         assert document["size_bytes"] > 13 * STORED_BYTES
         idle_s = client.object("idletime", keys.name(0))
+        assert call("verify", url(server))[1].endswith("checked: 0 bad.\n")
     assert idle_s >= 1000
 
 
@@ -72,10 +78,19 @@ def test_ls_where_the_server_keeps_no_times(call, client, server):
     assert len(list(client.scan_iter("safe-offload:" + "?" * 32 + ":0000*"))) == 13
 
 
-def test_a_key_of_another_type_is_listed(call, keys):
+# ---- verify -----------------------------------------------------------------------------------
+
+
+def test_verify_finds_nothing_wrong(call, client, server, monkeypatch):
+    monkeypatch.setattr(ValkeyStore, "piece_bytes", 1000)
+    assert call("verify", url(server)) == (0, "13 objects, 208.00 KiB checked: 0 bad.\n")
+
+
+def test_a_key_of_another_type_is_bad(call, keys):
     for name in (keys.name(3), keys.description(FIRST)):
         keys.delete(name)
         keys.client.lpush(name, "x")
+    assert "it is not a string" in call("verify", keys.url)[1]
     assert "13 objects" in call("ls", keys.url)[1]
 
 
@@ -98,6 +113,7 @@ def test_keys_that_are_too_long_to_be_ours_are_passed_over(call, keys):
 def test_only_commands_that_touch_what_is_ours_are_sent(call, client, server):
     client.config_resetstat()
     call("ls", url(server))
+    call("verify", url(server), "--delete")
     call("rm", url(server), "--all", "--older-than", "1d")
     call("rm", url(server), "--all")
     sent = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
@@ -124,9 +140,12 @@ def test_a_cluster_is_one_place(call, tmp_path):
             put(key_of(name_of(n, space=FIRST)), value_of(name_of(n, space=FIRST)))
         (listed,) = read(call, "ls", place)[1]["namespaces"]
         assert (listed["num_objects"], listed["facts"]) == (30, FACTS)
+        put(THIRD, flipped(value_of(name_of(3, space=FIRST)), -1))
+        status, document = read(call, "verify", place, "--delete")
+        assert (status, document["num_objects"], len(document["bad"])) == (0, 30, 1)
         old = read(call, "rm", place, "--all", "--older-than", "1d")
         assert old[1]["num_objects"] == 0
-        assert read(call, "rm", place, "--all")[1]["num_objects"] == 30
+        assert read(call, "rm", place, "--all")[1]["num_objects"] == 29
         assert "No engine has stored anything" in call("ls", place)[1]
 
 

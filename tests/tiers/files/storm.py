@@ -4,8 +4,8 @@
 
 Each reads and writes objects whose bytes follow from their key, twice as many as the capacity
 holds, and some bytes on disk are flipped. Afterwards: no wrong byte was read, the directory never
-held more than its capacity and one batch, and what was being written is swept. Exit status 1 if
-not.
+held more than its capacity and one batch, what was being written is swept, and all that is left
+passes `safe-offload cache verify`. Exit status 1 if not.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from safe_offload.commands.cache.places import open_place
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.base import Name, Result
@@ -175,7 +176,10 @@ class Storm:
         left = [file for file, _ in walk(root_fd) if file.is_temporary]
         if left:
             found.append(f"{len(left)} orphans are left")
-        print(f"{num_orphans} orphans swept.")
+        place = open_place(str(self.root), TierConfig.at(f"file://{self.root}"))
+        bad = [item for item in place.items() if place.problem_of(item)]
+        place.close()
+        print(f"{num_orphans} orphans swept, {len(bad)} objects with a flipped bit left.")
         os.close(root_fd)
         return found
 

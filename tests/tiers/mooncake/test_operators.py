@@ -53,7 +53,7 @@ def cache(master, capsys):
     return lambda *arguments: run_on(pages, master, capsys, *arguments)
 
 
-def test_namespaces_are_listed_and_deleted(stored, cache, anyone):
+def test_namespaces_are_listed_checked_and_deleted(stored, cache, anyone):
     status, found = cache("ls")
     assert status == 0
     counts = {each["namespace"]: each["num_objects"] for each in found["namespaces"]}
@@ -61,7 +61,15 @@ def test_namespaces_are_listed_and_deleted(stored, cache, anyone):
     models = {each["namespace"]: each["facts"].get("model") for each in found["namespaces"]}
     assert (models[SPACE.hex()], models[namespace(OTHER_FACTS).hex()]) == ("a", "b")
 
-    assert cache("rm", SPACE.hex())[1]["num_objects"] == 3
+    assert cache("verify")[1]["bad"] == []
+    key = key_of(name_of(1)).decode()
+    good = bytes(anyone.get(key))
+    anyone.remove(key, True)
+    anyone.put(key, good[:-1] + bytes([good[-1] ^ 1]))
+    status, found = cache("verify", "--delete")
+    assert [each["file"] for each in found["bad"]] == [key]
+
+    assert cache("rm", SPACE.hex())[1]["num_objects"] == 2
     counts = {each["namespace"]: each["num_objects"] for each in cache("ls")[1]["namespaces"]}
     assert counts == {namespace(OTHER_FACTS).hex(): 1}
     refused = cache("rm", "--all", "--older-than", "1d")
@@ -128,7 +136,8 @@ def test_a_page_without_end_is_an_error(stored, pages, master, capsys, monkeypat
     assert "Fix: give the address of the master's pages" in said
 
 
-def test_a_description_of_any_length_is_not_read(stored, cache, anyone, monkeypatch):
+def test_objects_of_any_length_are_not_read(stored, cache, anyone, monkeypatch):
+    """A description is no longer than one may be, an object as long as a slot may be."""
     description = description_key(SPACE).decode()
     anyone.remove(description, True)
     assert anyone.put(description, b"x" * (DESCRIPTION_BYTES_MAX + 1)) == 0
@@ -143,6 +152,12 @@ def test_a_description_of_any_length_is_not_read(stored, cache, anyone, monkeypa
     status, found = cache("ls")
     facts = {each["namespace"]: each["facts"] for each in found["namespaces"]}
     assert (status, facts[SPACE.hex()], max(lengths) <= DESCRIPTION_BYTES_MAX) == (0, {}, True)
+    monkeypatch.setattr(store, "OBJECT_BYTES_MAX", 8192)
+    status, found = cache("verify")
+    assert (status, max(lengths) <= DESCRIPTION_BYTES_MAX) == (1, True)
+    assert {each["problem"] for each in found["bad"]} == {
+        "it cannot be read: it has 12.00 KiB, more than 8.00 KiB"
+    }
     cache("rm", "--all")
 
 

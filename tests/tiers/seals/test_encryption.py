@@ -17,7 +17,7 @@ from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seals import encryption as encryption_module
 from safe_offload.tiers.seals.encryption import Encryption
 from safe_offload.tiers.seals.keys import open_seal
-from safe_offload.tiers.seals.seal import PLAIN, Seal
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal
 from tests.tiers.contract import (
     ENCRYPTION,
     KEY,
@@ -198,3 +198,31 @@ def test_a_description_is_read_with_the_key_only():
     assert ENCRYPTION.opened_description(bytes(16), stored) == stored, "of another namespace"
     for plain in (text, b"", b"x"):
         assert ENCRYPTION.opened_description(SPACE, plain) == plain
+
+
+GOOD = sealed_by(ENCRYPTION, NAME, (memoryview(bytearray(100)),))
+PLAIN_ONE = sealed_by(PLAIN, NAME, (memoryview(bytearray(100)),))
+
+
+@pytest.mark.parametrize(
+    ("stored", "seal", "problem"),
+    [
+        (GOOD, ENCRYPTION, ""),
+        (GOOD, OTHER, NOT_CHECKED),
+        (GOOD, PLAIN, NOT_CHECKED),
+        (GOOD, Seal(KEY), NOT_CHECKED),
+        (sealed_by(Seal(KEY), NAME, ()), ENCRYPTION, NOT_CHECKED),
+        (PLAIN_ONE, ENCRYPTION, "it has no header of this version"),
+        (GOOD[:-1] + b"x", ENCRYPTION, "its seal is wrong"),
+        (GOOD[:-1] + b"x", PLAIN, NOT_CHECKED),
+        (GOOD[:-1], ENCRYPTION, "it has 99 bytes, its header says 100"),
+        (GOOD[:-1], PLAIN, "it has 99 bytes, its header says 100"),
+        (GOOD[:-1], OTHER, "it has 99 bytes, its header says 100"),
+        (sealed_by(ENCRYPTION, name_of(2), ()), ENCRYPTION, "its header names another object"),
+        (sealed_by(ENCRYPTION, name_of(2), ()), PLAIN, "its header names another object"),
+    ],
+)
+def test_a_problem_is_named_as_far_as_the_keys_show(stored, seal, problem):
+    body = memoryview(stored[HEADER_BYTES:])
+    pieces = [body[start : start + 30] for start in range(0, body.nbytes, 30)]
+    assert seal.problem_of(stored[:HEADER_BYTES], NAME, pieces) == problem

@@ -24,13 +24,14 @@ from safe_offload.tiers.naming import (
     HEADER_BYTES,
     facts_of,
     header,
+    is_sealed,
     namespace,
     namespace_folder,
 )
 from safe_offload.tiers.seals import keys as keys_module
 from safe_offload.tiers.seals import seal as seal_module
 from safe_offload.tiers.seals.keys import open_seal
-from safe_offload.tiers.seals.seal import FACT, PLAIN, Seal
+from safe_offload.tiers.seals.seal import NOT_CHECKED, PLAIN, Seal, seal_of
 from tests.tiers.contract import (
     PATIENCE_S,
     bytes_of,
@@ -175,7 +176,7 @@ async def test_engines_with_different_keys_do_not_see_or_delete_what_others_wrot
         assert bytes_of(target) == bytes_of(source)
     for (tier, name, _), seal in zip(tiers, (PLAIN, SEAL, OTHER), strict=True):
         described = tmp_path / "tier" / namespace_folder(name.namespace) / DESCRIPTION_FILE
-        assert facts_of(described.read_bytes()).get(FACT) == seal.facts.get(FACT)
+        assert seal_of(facts_of(described.read_bytes()), SEAL, OTHER) is seal
         assert judged(path_in(tmp_path / "tier", name).read_bytes(), name, seal) is Result.DONE
         await tier.close()
 
@@ -338,3 +339,36 @@ async def test_what_was_not_begun_is_given_up_at_once(digest):
     assert is_given_up
     assert len({head for head, _ in await asyncio.gather(*tasks[:-1])}) == 1
     assert len(digest.threads) == 8
+
+
+# ---- for people -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "seal", "problem"),
+    [
+        (sealed(bytes(100)), SEAL, ""),
+        (sealed(bytes(100), seal=PLAIN), PLAIN, ""),
+        (sealed(bytes(100)), PLAIN, NOT_CHECKED),
+        (sealed(bytes(100)), OTHER, "its seal is wrong"),
+        (sealed(bytes(100), seal=PLAIN), SEAL, "it has no header of this version"),
+        (bytes(5000), SEAL, "it has no header of this version"),
+        (b"short", PLAIN, "it has no header of this version"),
+        (sealed(bytes(100))[:-1] + b"x", SEAL, "its seal is wrong"),
+        (sealed(bytes(100), seal=PLAIN)[:-1] + b"x", PLAIN, "its checksum is wrong"),
+        (sealed(bytes(100), name_of(2)), SEAL, "its header names another object"),
+        (sealed(bytes(100))[:-1], SEAL, "it has 99 bytes, its header says 100"),
+    ],
+)
+def test_a_problem_is_named(stored, seal, problem):
+    body = memoryview(stored[HEADER_BYTES:])
+    pieces = (body[start : start + 30] for start in range(0, body.nbytes, 30))
+    assert seal.problem_of(stored[:HEADER_BYTES], NAME, pieces) == problem
+    assert is_sealed(stored) == (stored[8:9] == b"\2")
+
+
+def test_the_seal_of_a_namespace_follows_from_its_facts():
+    assert seal_of({"model": "a"}, SEAL) is PLAIN
+    assert seal_of({"model": "a", **SEAL.facts}, OTHER, SEAL) is SEAL
+    assert seal_of({**SEAL.facts}, OTHER) is None
+    assert seal_of({**SEAL.facts}) is None
