@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copies", "copy bandwidth relative to the hardware limit, beside vLLM's own copies"),
         ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("seals", "rates and CPU time of tiers: plain, sealed with a key, encrypted"),
+        ("breakdown", "latency breakdown of a hit, from its arrival to its first token"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")
     return run(parser, argv)

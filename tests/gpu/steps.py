@@ -20,6 +20,8 @@ QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}, "max_num_s
 POOL = {"kv_cache_memory_bytes": 3 << 30}
 """For prompts of 16,000 tokens. It is given, so that no engine measures what memory is free while
 others start on the same GPU."""
+SMALL_POOL = {"kv_cache_memory_bytes": 1_717_986_918}
+"""1.6 GiB: of three prompts of the llama shape each pushes out the one before."""
 AGENTS_POOL = {"kv_cache_memory_bytes": 8 << 30}
 """That the longest context fits into; how many blocks are used follows from the contexts."""
 
@@ -116,12 +118,20 @@ def more_steps(python: str) -> list[Step]:
     connectors = make.connectors
     contents = ROOT / "tests/gpu/test_contents.py"
     sanitized = make.tests("compute-sanitizer-test_contents", 300, contents, before=(SANITIZER,))
+    sizes = ("--prompt-tokens", "16000", "--cpu-bytes", "8GiB")
+    args = ("--engine-args", json.dumps(QUICK | SMALL_POOL))
+    shape = ("--shape", "llama", *sizes, *args, "--logs", "{folder}")
     up_to_64k = ("--prompt-tokens", "64000", "--lengths", *(str(1000 << n) for n in range(7)))
     how: dict[str, Any] = {"only": ENGINES, "gpu_only": QUICK | AGENTS_POOL}
     lengths = connectors("lengths", 240, "return", "llama", *up_to_64k, **how)
     users = make.agents("users", 420, (2, 4, 8, 16, 32), 4, "--seconds", "20", turns=3)
     one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
     return [
+        make.bench(
+            *("breakdown", 46, "breakdown"),
+            *(*shape, "--rounds", "3"),
+            small=("--logs", "{folder}", *SMALL),
+        ),
         replace(lengths, small=(*lengths.small, "--lengths", "300", "600")),
         replace(users, small=(*users.small, *SMALL_USERS)),
         connectors("tiers", 90, "tiers", "llama", "--cpu-bytes", "2GiB", gpu_only=QUICK),

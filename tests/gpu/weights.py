@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from examples.tiny_models import ATTENTION_SHARPNESS
 from safe_offload.protocol import Transfer
+from tests.benchmarks.engine_watch import WorkerProbe
 from tests.gpu.shapes import LOAD_FORMAT
 
 QUERIES = ("q_proj", "q_b_proj")
@@ -77,3 +78,7 @@ class Spoiler:
             return add(self, direction, transfer, mark)
 
         Transfers._add = spoil  # type: ignore[method-assign]
+
+
+class Probe(WorkerProbe, Spoiler):
+    """For benchmarks that watch a model with these weights."""

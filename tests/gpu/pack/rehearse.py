@@ -46,6 +46,7 @@ vllm.v1.simple_kv_offload.manager vllm.v1.simple_kv_offload.worker
 safe_offload.connector safe_offload.worker.opening safe_offload.worker.copies.gpu
 safe_offload.worker.copies.row_kernel safe_offload.worker.copies.driver
 tests.gpu.campaign tests.gpu.weights tests.benchmarks.connectors tests.benchmarks.agents_engine
+tests.benchmarks.breakdown
 """
 
 
