@@ -126,9 +126,9 @@ def test_what_an_alert_tells_to_look_for_or_to_run_exists(alert):
 def test_the_section_of_an_alert_has_a_log_line_a_finding_and_a_command(alert):
     section = section_of(alert)
     assert any(row.lines for row in rows(section))
-    assert any("safe-offload " in each for each in code(section))
-    named = {id for row in rows(section) for id in row.findings}
-    assert named & ALL_FINDINGS or alert in UNSEEN_BY_DOCTOR
+    if alert not in UNSEEN_BY_DOCTOR:
+        assert any("safe-offload " in each for each in code(section))
+        assert {id for row in rows(section) for id in row.findings} & ALL_FINDINGS
 
 
 @pytest.mark.parametrize(("title", "row"), ROWS)
