@@ -9,7 +9,7 @@ from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.store import Store
 from tests.mooncake_server import mooncake_tier
-from tests.tiers.contract import TierContract
+from tests.tiers.contract import ENCRYPTION, TierContract
 
 
 class TestOnMaster(TierContract):
@@ -42,3 +42,7 @@ class TestOnMaster(TierContract):
     async def test_a_truncated_object_is_corrupt(self, make_tier, tier, cut):
         """The store keeps no object without bytes."""
         await super().test_a_truncated_object_is_corrupt(make_tier, tier, cut)
+
+
+class TestEncryptedOnMaster(TestOnMaster):
+    seal = ENCRYPTION

@@ -17,6 +17,7 @@ from safe_offload.tiers.objects.bucket_store import BucketStore
 from safe_offload.tiers.store import Store
 from tests.bucket_server import BucketServer
 from tests.tiers.contract import (
+    ENCRYPTION,
     SPACE,
     TierContract,
     bytes_of,
@@ -78,6 +79,10 @@ class TestOnServer(TierContract):
 
     def delete(self, make_tier: Any, name: Name) -> None:
         self.bucket.delete(path_in(name))
+
+
+class TestEncryptedOnServer(TestOnServer):
+    seal = ENCRYPTION
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import key_of
 from safe_offload.tiers.store import Store
-from tests.tiers.contract import TierContract, tier_at
+from tests.tiers.contract import ENCRYPTION, TierContract, tier_at
 from tests.valkey_server import Certificates, Cluster, Server, redis_binary
 
 PASSWORD = "correct-horse"
@@ -94,6 +94,11 @@ class TestOnASocketWithUvloop(OneServer):
 
     def config(self) -> TierConfig:
         return TierConfig.at(f"unix://{self.server.socket}")
+
+
+@pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
+class TestEncryptedOverTcp(TestOverTcp):
+    seal = ENCRYPTION
 
 
 class TestOverTlsAsAUserOfAnAcl(ServerContract):
