@@ -302,7 +302,8 @@ class Transfers:
                 return
             except RuntimeError:  # the group is shutting down
                 running.close()
-        self._settle(pending, FailureReason.NOT_RUNNING)
+        if pending.completion is None:  # else when `_end` has ended the copy
+            self._settle(pending, FailureReason.NOT_RUNNING)
 
     async def _run(self, pending: PendingTransfer) -> None:
         """Run a transfer from its turn to its end; no exception leaves this frame."""

@@ -21,7 +21,7 @@ from tests.worker.driven import (
     serves,
     submit,
 )
-from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, FakeBackend, LoopKilled
+from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, FakeBackend, LoopKilled, transfer
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -190,6 +190,19 @@ def test_close_cancels_what_is_queued_and_waits_for_what_is_issued(backend, star
     assert backend.is_closed
     assert transfers.drain() == [(1, None)]
     assert backend.names == [1]
+
+
+def test_a_copy_that_the_loop_takes_no_more_fails_when_it_has_ended(backend, start, monkeypatch):
+    """Of a step that was planned before the end; the device orders it, as on a GPU."""
+    transfers = start()
+    submit(transfers, LOAD, 1)
+    assert not transfers.close(timeout_s=0.0)
+    monkeypatch.setattr(backend, "join", lambda completion: True)
+    assert transfers.load_now(transfer(2), backend.mark())
+    assert drained(transfers) == [], "vLLM would give its blocks to others"
+    backend.complete_all()
+    join(transfers)
+    assert sorted(transfers.drain()) == [(1, None), (2, FailureReason.NOT_RUNNING)]
 
 
 # ---- other parts die ---------------------------------------------------------------------------
