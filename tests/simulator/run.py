@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore as VllmEngineCore
@@ -37,6 +38,8 @@ from tests.simulator.workload import events_of, make_events
 TURNS = (1, 1, 2, 5, 30)
 """Steps of an engine, before the seed chooses the next one."""
 STEPS_MAX = 5000
+RESET_STEP_S = 0.01
+"""How long a step takes in which a reset waits for loads, whatever it takes this machine."""
 PINS_S = 1000.0
 """More than any pin lasts."""
 WAKE_TICKS, WAKES_MAX = 500, 100
@@ -106,7 +109,7 @@ class Run:
             engine=place.number,
             node=place.node,
         )
-        self.core.process_engine_step = self._step
+        self.core.process_engine_step = self._step_before_reset
         self.checkers = Checkers(self.core)
         self._twin = TwinChecker(self.core) if profile.has_twin else None
         self.earnings = Earnings(self.core, self.checkers.ledger)
@@ -114,6 +117,7 @@ class Run:
         self._sends = [event for event in events if isinstance(event, Send)]
         self._resets = [event for event in events if isinstance(event, Reset)]
         self._pauses: list[Reset] = []
+        self._hidden: Exception | None = None  # by the connector, which contains it in a reset
         self._model_loads = [event for event in events if isinstance(event, ModelLoad)]
         self.core.before_update.append(self._load_while_computing)
         self._moments = Moments(
@@ -188,6 +192,13 @@ class Run:
         self.earnings.after_step()
         self.checkers.after_step()
 
+    def _step_before_reset(self) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            self._hidden = error
+            raise
+
     def _outlive_pins(self) -> None:
         """Go on once more when the time of all pins is over."""
         self.core.clock.advance(PINS_S)
@@ -252,12 +263,18 @@ class Run:
             self.core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _reset(self, reset: Reset) -> None:
+        clock = itertools.count(0, RESET_STEP_S).__next__
         try:
-            VllmEngineCore.reset_prefix_cache(self.core, reset.running, reset.connector)
+            with patch("safe_offload.compat.engine_core.resets.monotonic", clock):
+                VllmEngineCore.reset_prefix_cache(self.core, reset.running, reset.connector)
         except RuntimeError as error:
-            if not self.core.shape.remote:  # whose loads end when they will
+            if (
+                self._hidden is None and not self.core.shape.remote
+            ):  # whose loads end when they will
                 raise Finding("I7", f"vLLM refused a reset: {error}") from error
             self.trace.note("  refused by vLLM", "refused", reset.name)
+        if self._hidden is not None:
+            raise self._hidden
 
     def _load_while_computing(self, _: Batch) -> None:
         self._load_due(is_computing=True)

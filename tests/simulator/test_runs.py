@@ -1,6 +1,7 @@
 """Fixed seeds of every profile, regression seeds, and what a run must be to be worth anything."""
 
 import functools
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -8,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from safe_offload.compat.engine_core import resets
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores.stores import Stores
 from safe_offload.scheduler.tiers.tiered_hits import Stage, TieredHits
 from tests.counts import num_failed
+from tests.simulator.checkers import Checkers
 from tests.simulator.earnings import Earned
+from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOORS, num_floor_seeds
 from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Result, findings_of, never_injected, run
@@ -204,6 +208,30 @@ def test_bits_that_flip_are_read_if_nobody_compares():
     findings = findings_of(replace(flips, shape=shape), range(6))
     assert findings
     assert all(f.promise == "I6" and "reads at" in f.detail for f in findings)
+
+
+def test_a_finding_in_a_step_before_a_reset_is_not_lost(monkeypatch):
+    """The connector contains what these steps raise; vLLM then refuses the reset."""
+    settle, after_step, is_settling = resets._settle, Checkers.after_step, []
+
+    def see(engine_core: Any) -> None:
+        is_settling.append(True)
+        settle(engine_core)
+        is_settling.clear()
+
+    def fail(checkers: Checkers) -> None:
+        after_step(checkers)
+        if is_settling:
+            raise Finding("I6", "seen")
+
+    monkeypatch.setattr(resets, "_settle", see)
+    monkeypatch.setattr(Checkers, "after_step", fail)
+    assert str(run("shared-stalls", 2).finding) == "I6: seen"
+
+
+def test_a_reset_waits_for_loads_in_steps_however_long_these_take(monkeypatch):
+    monkeypatch.setattr(resets, "monotonic", itertools.count(0, 100.0).__next__)
+    assert run("shared-stalls", 2).finding is None
 
 
 def test_a_run_is_shrunk_and_its_events_repeat_it(monkeypatch):
