@@ -1,6 +1,7 @@
 """Hits that load in the step that computes the rest of their prompt."""
 
 import contextlib
+import functools
 
 import pytest
 
@@ -92,6 +93,66 @@ def test_it_loads_ahead_where_that_would_cost_the_others_more(make_rig, monkeypa
     plan = rig.planned_step()
     assert (len(plan.loads_in_step), len(plan.loads)) == (0, num_ahead)
     rig.finish(running=60, again=4)
+
+
+@pytest.mark.parametrize("shape", GPUS)
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_by_priority_a_request_is_preempted_only_after_the_step_that_loads_it(
+    make_rig, shape, is_reported
+):
+    """vLLM preempts before it admits, and nothing that is in flight; a report may be later."""
+    rig, prompt, _ = busy(make_rig, is_priority=True, **shape)
+    low = rig.add("again", prompt, priority=1)
+    (load,) = rig.planned_step().loads_in_step
+    late, preempted_in_flight = [], []
+    if not is_reported:
+        rig.mutate_outputs.append(lambda _, outputs: withhold(outputs, late))
+    preempt = rig.scheduler._preempt_request
+
+    def see(request, *args, **kwargs):
+        preempted_in_flight.append((request, rig.is_in_flight("again")))
+        preempt(request, *args, **kwargs)
+
+    rig.scheduler._preempt_request = see
+    held = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+    rig.step_until(lambda: low.num_preemptions)
+    assert preempted_in_flight == [(low, False)]
+    leased = {slot for lease in rig.planner.leases for slot in lease.slots}
+    assert is_reported or leased.issuperset(load.slot_ids)
+    rig.pool.free_blocks(held)
+    rig.mutate_outputs[:] = [lambda _, outputs: deliver(outputs, late)]
+    rig.finish(running=60, again=4)
+
+
+def withhold(outputs, late):
+    """Keep back what the ranks report."""
+    for output in outputs:
+        if output.kv_connector_worker_meta is not None:
+            late.append(output.kv_connector_worker_meta)
+            output.kv_connector_worker_meta = None
+
+
+def deliver(outputs, late):
+    """Report it after all."""
+    withhold(outputs[:1], late)
+    if late:
+        outputs[0].kv_connector_worker_meta = functools.reduce(lambda a, b: a.aggregate(b), late)
+        late.clear()
+
+
+def test_by_priority_no_request_is_admitted_in_a_step_that_preempts(make_rig):
+    """So none is scheduled with a load and preempted by the same call of vLLM's scheduler."""
+    rig, prompt, _ = busy(make_rig, is_priority=True, has_streams=True)
+    low = rig.add("low", rig.prompt(14, 5), max_tokens=40, priority=1)
+    rig.step_until(lambda: low.num_output_tokens > 1)
+    held = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+    rig.scheduler.max_num_active_reqs = 2  # until then nobody else fits
+    rig.add("again", prompt)
+    rig.step_until(lambda: low.num_preemptions)
+    assert rig.plans[-1].loads_in_step == rig.plans[-1].loads == ()
+    rig.pool.free_blocks(held)
+    rig.scheduler.max_num_active_reqs = rig.shape.max_seqs
+    rig.finish(running=60, again=4, low=40)
 
 
 def test_of_two_hits_the_first_loads_in_the_step(rig):
