@@ -154,6 +154,7 @@ READS_PRIVATE = {
     "scheduler/loads/test_shared_loads.py": ("_loads", "_marks", "_shared_loads"),  # are left empty
     "scheduler/test_growth.py": ("_counts", "_first", "_stretches"),  # of pins, which are a tree
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
+    "simulator/test_runs.py": ("_settle",),  # steps before a reset, which raise
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner
     "tiers/mooncake/test_trouble.py": ("_process",),  # that a client has started
     "tiers/process/test_ends.py": ("_answers", "_setup", "_start"),  # sees calls, lets starts hang
