@@ -268,9 +268,8 @@ class Run:
             with patch("safe_offload.compat.engine_core.resets.monotonic", clock):
                 VllmEngineCore.reset_prefix_cache(self.core, reset.running, reset.connector)
         except RuntimeError as error:
-            if (
-                self._hidden is None and not self.core.shape.remote
-            ):  # whose loads end when they will
+            is_local = not self.core.shape.remote  # else loads end when they will
+            if self._hidden is None and is_local:
                 raise Finding("I7", f"vLLM refused a reset: {error}") from error
             self.trace.note("  refused by vLLM", "refused", reset.name)
         if self._hidden is not None:
