@@ -100,7 +100,6 @@ class Statistics:
 
     Attributes:
         requests: that vLLM has not finished.
-        unplanned_parts: of stores that no plan names yet and that the next must name.
         store_blocks: that count against the bound of all stores.
         holders: requests that hold GPU blocks for a load.
         is_disabled: it only finishes what is in flight.
@@ -110,7 +109,6 @@ class Statistics:
     requests: int
     leases: int
     stores: int
-    unplanned_parts: int
     store_blocks: int
     loads: int
     holders: int
@@ -712,7 +710,6 @@ class Planner(SchedulerSide):
             requests=self.book.num_live,
             leases=len(self.leases),
             stores=len(self.stores),
-            unplanned_parts=self.stores.num_exposed,
             store_blocks=self.stores.num_blocks,
             loads=len(self.loads),
             holders=self.loads.num_holders,

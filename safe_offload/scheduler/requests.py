@@ -180,11 +180,6 @@ class RequestState:
             )
         self.phase = phase
 
-    @property
-    def may_hit(self) -> bool:
-        """Return whether hits may be loaded for it."""
-        return not self.request.skip_reading_prefix_cache and self.limits.load_tokens != 0
-
     def limit(self, limits: Limits) -> None:
         """Replace its limits."""
         self.limits = limits

@@ -141,7 +141,6 @@ def running(
     options: BenchOptions,
     folder: Path,
     tiers: Mapping[str, Sequence[dict[str, Any]]] = NO_TIERS,
-    **extra: Any,
 ) -> Iterator[tuple[dict[str, EngineProcess], dict[str, str]]]:
     """Start engines, all at once; yield those that did, and why others did not."""
     processes: dict[str, EngineProcess] = {}
@@ -149,7 +148,7 @@ def running(
     with ExitStack() as on:
         for name in names:
             more = {"tiers": [*tiers[name]], "min_load_tokens": 0} if name in tiers else {}
-            config = make_config(name, options, **extra, **more)
+            config = make_config(name, options, **more)
             choices = engine_options(replace(options, kv_transfer_config=config or ours()))
             how = choices[config["kv_connector"] if config else BASELINE]
             processes[name] = on.enter_context(EngineProcess(name, how, folder / f"{name}.log"))

@@ -384,11 +384,6 @@ class Stores:
         """Return whether a store is in flight, or must be in the next plan."""
         return bool(self.ledger.in_flight or self._exposed)
 
-    @property
-    def num_exposed(self) -> int:
-        """The number of parts that the next plan must name: their blocks may be reallocated."""
-        return len(self._exposed)
-
     def check_invariants(self) -> None:
         """Check that no store in flight reads a reallocated block without a fence (I6)."""
         for store in self._unfenced.values():
