@@ -1,12 +1,16 @@
 """Encrypted objects: what is refused, what is hidden, and the rotation of keys."""
 
+import asyncio
 import hmac
 import pickle
 import random
 import struct
+from collections import Counter
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
@@ -111,6 +115,23 @@ def test_two_objects_that_are_swapped_are_refused():
         assert judged(good[:HEADER_BYTES] + swapped[HEADER_BYTES:]) is Result.CORRUPT
 
 
+EDITS = st.one_of(
+    st.tuples(st.integers(0, HEADER_BYTES + 99), st.binary(min_size=1, max_size=64)),
+    st.tuples(st.integers(HEADER_BYTES - 64, HEADER_BYTES), st.binary(min_size=1, max_size=80)),
+)
+
+
+@given(st.lists(EDITS, min_size=1, max_size=4), st.sampled_from((0, -1, 1, 7)))
+def test_an_object_that_somebody_has_edited_is_refused(edits, longer):
+    good = sealed_by(ENCRYPTION, NAME, (memoryview(bytearray(range(100))),))
+    edited = bytearray(good)
+    for at, data in edits:
+        edited[at : at + len(data)] = data
+    edited = edited[: len(good)] + bytes(max(longer, 0))
+    stored = bytes(edited[: len(good) + longer])
+    assert (judged(stored) is Result.DONE) == (stored == good)
+
+
 @pytest.mark.parametrize("seal", [PLAIN, Seal(KEY), OTHER])
 async def test_a_planted_object_is_a_miss_and_is_written_over(seal, tmp_path, caplog):
     """A plain one too, so that nobody without the key says what an engine reads."""
@@ -146,6 +167,54 @@ def test_the_first_key_writes_and_all_read():
         assert judged(stored, seal=both) is judged(stored, seal=of) is Result.DONE
         other = old if of is new else new
         assert judged(stored, seal=other) is Result.UNDECRYPTABLE
+
+
+async def test_keys_are_rotated_under_load(tmp_path, caplog):
+    """Engines are restarted one after the other with the next file while all read and write.
+
+    No byte is wrong, and objects are misses for those engines only that do not have their key.
+    """
+    url, path = f"file://{tmp_path}/tier", tmp_path / "keys"
+    third = bytes(range(64, 96))
+    # A new key first reads everywhere, then writes, and only then the old one is retired.
+    files = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,), (NEW, third)]
+    names, rng = [], random.Random(2)
+    keys, written, seen = {}, set(), Counter()
+
+    def engine(file):
+        config = TierConfig.at(url, encryption_key_file=key_file(path, *file))
+        tier, namespace_of = open_tier(config, 4096, {"a": "b"})
+        keys[tier] = file
+        names[:] = [name_of(number, space=namespace_of("")) for number in range(64)]
+        return tier
+
+    async def work(tier, num_rounds):
+        for _ in range(num_rounds):
+            number = rng.randrange(len(names))
+            target, is_written = slot_of((4096,)), number in written
+            result = await fetch_one(tier, names[number], target)
+            seen[result] += 1
+            if result is Result.DONE:
+                assert bytes_of(target) == bytes_of(filled((4096,), number))
+                continue
+            assert result is (Result.UNDECRYPTABLE if is_written else Result.ABSENT)
+            assert not is_written or OLD not in keys[tier], "a miss for a retired key only"
+            spilled = await spill_one(tier, names[number], filled((4096,), number))
+            assert spilled in (Result.DONE, Result.PRESENT)
+            written.add(number)
+
+    engines = [engine(files[0]) for _ in range(2)]
+    for file in files:
+        for index, before in enumerate(engines):
+            await asyncio.gather(*(work(each, 100) for each in engines))
+            await before.close()
+            engines[index] = engine(file)
+    await asyncio.gather(*(work(each, 100) for each in engines))
+    for tier in engines:
+        await tier.close()
+    assert seen[Result.DONE] > 10 * seen[Result.UNDECRYPTABLE] > 0
+    assert 1 <= caplog.text.count("it is undecryptable") <= 2 * len(files)
+    assert not [each for each in (OLD, NEW, third) if each.hex() in caplog.text]
 
 
 @pytest.mark.parametrize(
