@@ -49,7 +49,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "scheduler/cache": ("compat", "config", "observe", "scheduler/eviction"),
     "scheduler/eviction": (),
     "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
-    "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
+    "scheduler/stores": (
+        "compat",
+        "observe",
+        "protocol",
+        "scheduler",
+        "scheduler/cache",
+        "scheduler/loads",
+    ),
     "scheduler/tiers": (
         "config",
         "observe",
@@ -85,7 +92,6 @@ IMPORTS_VLLM = {
     "start/plugin.py": "registers the connector with vLLM",
     "observe/metrics.py": "base classes of statistics and metrics",
     "scheduler/requests.py": "RequestStatus",
-    "scheduler/geometry.py": "kinds of attention, hashes of larger blocks",
     "scheduler/loads/hits.py": "its rule of full attention",
     "scheduler/blocks.py": "the blocks of its pool",
     "scheduler/cache/events.py": "hashes and extra keys as it publishes them",
@@ -107,7 +113,7 @@ PROBES_VLLM = {
     "scheduler/features/pins/hints.py": {"kv_hints"},
     "scheduler/loads/cost.py": {"has_sync_kv_loads"},
     "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
-    "scheduler/stores/snapshots.py": {"num_publishable_block_hashes"},
+    "scheduler/stores/policy.py": {"num_publishable_block_hashes"},
 }
 """Attributes that these files, beside compat/, take only from a vLLM that has them."""
 
@@ -129,8 +135,7 @@ SLOTS = {
     "scheduler/stores/eager.py": {"eager"},
     "scheduler/stores/extras.py": {"extras"},
     "scheduler/stores/lazy.py": {"left_out_from"},
-    "scheduler/stores/policy.py": {"tables", "is_decoding", "num_computed"},
-    "scheduler/stores/snapshots.py": {"snapshots"},
+    "scheduler/stores/policy.py": {"tables", "is_decoding", "num_computed", "snapshots"},
     "scheduler/stores/stores.py": {"prefix", "loaded", "num_parts", "left_over"},
     "scheduler/tiers/lookups.py": {"lookup"},
     "scheduler/features/private_blocks.py": {"private"},

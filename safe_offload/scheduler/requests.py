@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.outdated import OutdatedTable
     from safe_offload.scheduler.stores.eager import EagerProgress
     from safe_offload.scheduler.stores.extras import Extra
-    from safe_offload.scheduler.stores.snapshots import Snapshot
+    from safe_offload.scheduler.stores.policy import Snapshot
     from safe_offload.scheduler.tiers.lookups import LookUp
 
 logger = logging.getLogger(f"vllm.{__name__}")

@@ -61,7 +61,7 @@ def modules_entered() -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("has_everything", "num_to_hit", "num_in_all"), [(False, 9, 20), (True, 21, 37)]
+    ("has_everything", "num_to_hit", "num_in_all"), [(False, 9, 19), (True, 20, 35)]
 )
 def test_modules_that_a_request_enters(has_everything, num_to_hit, num_in_all):
     rig = make_rig(has_everything=has_everything)

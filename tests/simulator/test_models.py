@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from safe_offload.compat import cache_hits, specs
+from safe_offload.compat.cache_hits import GroupGeometry
 from safe_offload.compat.versions import installed_version
 from safe_offload.connector import SafeCPUOffloadConnector
-from safe_offload.scheduler.geometry import GroupGeometry
 from safe_offload.scheduler.loads.admission import Admission, Need
 from safe_offload.scheduler.loads.boundaries import Boundaries
 from tests.simulator.engine_core import EngineCore, random_prompt

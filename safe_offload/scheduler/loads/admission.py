@@ -18,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.geometry import GroupGeometry
+    from safe_offload.compat.cache_hits import GroupGeometry
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2

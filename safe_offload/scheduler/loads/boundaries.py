@@ -17,7 +17,7 @@ from safe_offload.compat import cache_hits
 from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.geometry import GroupGeometry
+    from safe_offload.compat.cache_hits import GroupGeometry
     from safe_offload.scheduler.pending import Load
     from safe_offload.scheduler.requests import RequestState
 

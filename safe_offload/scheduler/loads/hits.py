@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from safe_offload.compat import cache_hits, specs
-from safe_offload.scheduler.geometry import GroupGeometry
+from safe_offload.compat.cache_hits import GroupGeometry
 from safe_offload.scheduler.loads.boundaries import Boundaries
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from safe_offload.scheduler.stores.snapshots import Snapshot, SnapshotTaker
+from safe_offload.scheduler.stores.policy import Snapshot, SnapshotTaker
 from tests.counts import num_failed
 from tests.simulator.device import CopyFault
 from tests.simulator.groups import BLOCK_TOKENS
