@@ -7,52 +7,28 @@ or that the policy gives up, and at its end the prompt releases its slots, tail 
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.eviction.policy import EvictionPolicy
-from tests.scheduler.eviction.traces import Prompt, Trace
+from tests.scheduler.eviction.traces import Prompt
 
 NUM_RUNNING = 4
 """Prompts that keep their leases at the same time."""
-
-MakePolicy = Callable[..., EvictionPolicy]
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """What one policy did on one trace at one size."""
-
-    num_slots: int
-    num_hit_blocks: int  # delivered by the host
-    num_gpu_blocks: int  # delivered by the GPU's prefix cache
-    num_prompt_blocks: int  # of all prompts
-
-    @property
-    def hit_rate(self) -> float:
-        return self.num_hit_blocks / self.num_prompt_blocks
 
 
 class HostModel:
     """Slots by key, and the policy that says which goes next.
 
-    Args:
-        make_policy: of the number of slots.
-        num_slots: of the host.
-        num_gpu_blocks: of the GPU's prefix cache, least recently used first.
-        num_running: prompts that keep their leases at the same time; with 0 none keeps any.
+    `make_policy`: of the number of slots; `num_slots`: of the host; `num_gpu_blocks`: of the GPU's
+    prefix cache, least recently used first.
     """
 
     def __init__(
-        self,
-        make_policy: MakePolicy,
-        num_slots: int,
-        num_gpu_blocks: int,
-        num_running: int = NUM_RUNNING,
+        self, make_policy: Callable[..., EvictionPolicy], num_slots: int, num_gpu_blocks: int
     ) -> None:
         self._keys: list[bytes | None] = [None] * num_slots
         self._policy = make_policy(num_slots, self._keys)
-        self._num_running = num_running
         self._now_s = 0.0
         self._empty = list(range(num_slots - 1, -1, -1))
         self._slots: dict[bytes, int] = {}
@@ -61,12 +37,11 @@ class HostModel:
         self._gpu: OrderedDict[bytes, None] = OrderedDict()
         self._num_gpu_blocks = num_gpu_blocks
 
-    def add(self, prompt: Prompt, now_s: float = 0.0) -> tuple[int, int]:
-        """Run a prompt; return the blocks that the GPU had, and those behind them of the host."""
+    def add(self, prompt: Prompt, now_s: float) -> int:
+        """Run a prompt; return how many blocks the host had behind those that the GPU had."""
         self._now_s = now_s
-        num_gpu = _leading(prompt, self._gpu)
-        num_hit = _leading(prompt[num_gpu:], self._slots)
-        if self._num_running and len(self._running) == self._num_running:
+        num_hit = _leading(prompt[_leading(prompt, self._gpu) :], self._slots)
+        if len(self._running) == NUM_RUNNING:
             self._release(self._running.popleft())
         before = [self._slots[key] for key in prompt if key in self._slots]
         self._lease(before)
@@ -81,10 +56,8 @@ class HostModel:
             self._slots[key] = slot
             self._leases[slot] += 1
         self._running.append([self._slots[key] for key in prompt if key in self._slots])
-        if not self._num_running:
-            self._release(self._running.popleft())
         self._use_gpu(prompt)
-        return num_gpu, num_hit
+        return num_hit
 
     def _lease(self, slots: list[int]) -> None:
         for slot in slots:
@@ -117,25 +90,8 @@ class HostModel:
             self._gpu.popitem(last=False)
 
 
-def _leading(prompt: Prompt, present: dict[bytes, int] | OrderedDict[bytes, None]) -> int:
+def _leading(prompt: Prompt, present: dict[bytes, Any]) -> int:
     for index, key in enumerate(prompt):
         if key not in present:
             return index
     return len(prompt)
-
-
-def replay(
-    trace: Trace,
-    make_policy: MakePolicy,
-    num_slots: int,
-    num_gpu_blocks: int,
-    num_running: int = NUM_RUNNING,
-) -> Replay:
-    """Run all prompts of a trace, one after the other."""
-    model = HostModel(make_policy, num_slots, num_gpu_blocks, num_running)
-    num_gpu = num_hit = 0
-    for index, prompt in enumerate(trace.prompts):
-        by_gpu, by_host = model.add(prompt, index)
-        num_gpu += by_gpu
-        num_hit += by_host
-    return Replay(num_slots, num_hit, num_gpu, trace.num_blocks)

@@ -10,31 +10,12 @@ import math
 import random
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 SEED = 1
 MOONCAKE_BLOCKS_MAX = 250
 
 Prompt = list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Prompts in the order of their arrival."""
-
-    name: str  # for people
-    what: str  # one line
-    prompts: list[Prompt]  # the keys of each prompt's blocks; every block is full
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all prompts together."""
-        return sum(map(len, self.prompts))
-
-    @property
-    def working_set(self) -> int:
-        """Different blocks: with as many slots nothing is ever evicted."""
-        return len({key for prompt in self.prompts for key in prompt})
+"""The keys of its blocks, all of which are full."""
 
 
 class _Keys:
@@ -67,6 +48,7 @@ class _Zipf:
 
 
 def _one_off(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
+    """System prompts of many tenants, two fifths of the prompts long and one-off."""
     tenants = [keys.fresh(24) for _ in range(max(4, num_prompts // 10))]
     draw = _Zipf(keys.random, len(tenants), 0.6)
     for _ in range(num_prompts):
@@ -77,7 +59,10 @@ def _one_off(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
 
 
 def _chat(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    """Gaps of minutes within a conversation, of hours between those of one user."""
+    """Many users, conversations of 7 turns, one system prompt.
+
+    Gaps of minutes within a conversation, of hours between those of one user.
+    """
     system = keys.fresh(8)
     due = [(keys.random.expovariate(1 / 2.0), user) for user in range(max(4, num_prompts // 15))]
     contexts = {user: list(system) for _, user in due}
@@ -96,6 +81,7 @@ def _chat(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
 
 
 def _documents(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
+    """Documents of Zipf popularity as prefixes."""
     system = keys.fresh(4)
     documents = [
         system + keys.fresh(keys.length(24, 0.6, 128)) for _ in range(max(8, num_prompts // 8))
@@ -143,21 +129,16 @@ def _mooncake(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
             heapq.heappush(waiting, (index + gap, prompt))
 
 
-Generator = Callable[[_Keys, int], Iterator[Prompt]]
-GENERATORS: dict[str, tuple[str, Generator]] = {
-    "one-off": (
-        "system prompts of many tenants, two fifths of the prompts long and one-off",
-        _one_off,
-    ),
-    "chat": ("many users, conversations of 7 turns, one system prompt", _chat),
-    "documents": ("documents of Zipf popularity as prefixes", _documents),
-    "agents": ("24 agents whose contexts grow step by step", _agents),
-    "mooncake": ("conversations and tool calls, shaped after Mooncake's traces", _mooncake),
+GENERATORS: dict[str, Callable[[_Keys, int], Iterator[Prompt]]] = {
+    "one-off": _one_off,
+    "chat": _chat,
+    "documents": _documents,
+    "agents": _agents,
+    "mooncake": _mooncake,
 }
 
 
-def make_trace(name: str, num_prompts: int, seed: int = SEED) -> Trace:
-    """Draw a trace."""
-    what, generate = GENERATORS[name]
-    keys = _Keys(random.Random(f"{seed} {name}"))
-    return Trace(name, what, list(generate(keys, num_prompts)))
+def make_trace(name: str, num_prompts: int) -> list[Prompt]:
+    """Draw prompts, in the order of their arrival."""
+    keys = _Keys(random.Random(f"{SEED} {name}"))
+    return list(GENERATORS[name](keys, num_prompts))
