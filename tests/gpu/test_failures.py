@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from safe_offload.errors import DeviceError, TransferError
+from safe_offload.errors import DeviceError
 from safe_offload.layout import Segment, make_geometry
-from safe_offload.protocol import FailureReason, MemoryKind, Transfer
+from safe_offload.protocol import MemoryKind, Transfer
 from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.loop_thread import LoopThread
@@ -70,20 +70,6 @@ copy(2, "stores_after_forward", bridge.wait_for_save)
 bridge.shutdown()
 print("alive")
 """
-
-
-async def test_a_call_that_is_refused_fails_one_copy_and_leaves_its_path(monkeypatch):
-    def refuse(*arguments: object) -> None:
-        raise DeviceError("refused by the test")
-
-    subject = TorchSubject(LAYERS, NUM_SLOTS, CopyPath.BATCH)
-    monkeypatch.setattr(subject.device.driver, "copy_batch", refuse)
-    with pytest.raises(TransferError) as caught:
-        await subject.copy(Direction.STORE, [1], [1])
-    assert caught.value.reason is FailureReason.COPY_FAILED
-    assert subject.backend.paths == (CopyPath.EACH,)
-    await subject.copy(Direction.STORE, [1], [1])
-    subject.end()
 
 
 async def test_a_moment_without_device_memory_is_no_reason_to_leave_the_kernel():

@@ -85,20 +85,3 @@ async def test_a_load_runs_beside_what_came_after_its_mark(subject):
     assert not forward.query(), "the forward is still held"
     end_forward()
     assert blocks[:, 1].unique().tolist() == [7]
-
-
-async def test_loads_and_stores_at_once_keep_to_their_own_bytes(subject):
-    rng = np.random.default_rng(1)
-    storage, host = subject.fill(1)
-    for _ in range(100):
-        chosen = rng.permutation(NUM_BLOCKS)
-        slots = rng.permutation(NUM_SLOTS)
-        pairs = {
-            Direction.STORE: (chosen[:20].tolist(), slots[:20].tolist()),
-            Direction.LOAD: (chosen[20:50].tolist(), slots[20:50].tolist()),
-        }
-        copies = [subject.issue(direction, *pair) for direction, pair in pairs.items()]
-        await asyncio.gather(*(copy.wait() for copy in copies))
-        for direction, pair in pairs.items():
-            subject.arrive(direction, pair, storage, host)
-        subject.assert_holds(storage, host)
