@@ -169,7 +169,7 @@ sim: venv ## vLLM's real scheduler and this connector over simulated workers: ma
 	$(BIN)/python -m tests.simulator $(SIM_ARGS)
 
 mutants: venv ## break the code, statement by statement, and let the simulator find out (a few minutes)
-	$(BIN)/python -m tests.mutants --markdown
+	$(BIN)/python -m tests.mutants
 
 digests: venv ## what must not change when code is tidied up, as text that diff compares (a few minutes)
 	@$(BIN)/python -m tests.digests

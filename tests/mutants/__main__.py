@@ -4,7 +4,7 @@ Each mutant is applied in memory, in a process of its own, and runs seeds until 
 counts as caught if the checker is the one that the mutant's promise names. What the simulator does
 not run, the GPU backend, is left to tests over the stand-in device: one of them must fail.
 
-    python -m tests.mutants [--only TEXT] [--seeds 120] [--markdown]
+    python -m tests.mutants [--only TEXT] [--seeds 120]
 """
 
 import argparse
@@ -147,34 +147,18 @@ def hunt_all(mutants: list[Mutant], num_seeds: int, num_processes: int) -> list[
     return [outcomes[mutant.name] for mutant in mutants]
 
 
-def _markdown(outcomes: list[Outcome]) -> str:
-    """Return a row for each promise: its mutants, and how they were caught."""
-    rows = ["| promise | breakages | by simulator | seeds at most | by tests |"]
-    rows.append("|---|---|---|---|---|")
-    for promise in sorted({o.mutant.promise for o in outcomes}, key=lambda name: int(name[1:])):
-        tried = [o for o in outcomes if o.mutant.promise == promise]
-        seeds = [o.num_seeds for o in tried if o.is_caught and not o.mutant.tests]
-        num_by_tests = sum(o.is_caught for o in tried if o.mutant.tests)
-        cells = (promise, len(tried), len(seeds), max(seeds, default=0), num_by_tests)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
-
-
 def main() -> int:
     """Run it; return 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--seeds", type=int, default=120, help="seeds for each profile")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--markdown", action="store_true", help="print the table of the docs")
     arguments = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
     for mutant in mutants:
         mutated(mutant)
     outcomes = hunt_all(mutants, arguments.seeds, arguments.processes)
     caught = sum(outcome.is_caught for outcome in outcomes)
-    if arguments.markdown:
-        print(_markdown(outcomes))
     print(f"{caught} of {len(outcomes)} mutants caught")
     return 0 if caught == len(outcomes) else 1
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tests.simulator.run import Result, run
 
@@ -12,7 +12,6 @@ def shrink(
     *,
     internal_checks: bool,  # as in that run
     seconds_max: float = 60.0,  # wall time after which the best run so far is taken
-    rerun: Callable[..., Result] = run,  # makes a run
 ) -> Result:
     """The shortest failing run that is found in the time.
 
@@ -27,7 +26,7 @@ def shrink(
     while len(names) > 1 and time.monotonic() < deadline:
         for part in _parts(names, num_parts):
             kept = [name for name in names if name not in part]
-            result = rerun(failed.profile, failed.seed, only=kept, internal_checks=internal_checks)
+            result = run(failed.profile, failed.seed, only=kept, internal_checks=internal_checks)
             if result.finding is not None and result.finding.promise == failed.finding.promise:
                 best, names = result, kept
                 num_parts = max(num_parts - 1, 2)
