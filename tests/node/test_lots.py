@@ -41,14 +41,6 @@ def die(engine, *others):
         other.table.bury(100.0)
 
 
-def test_what_one_engine_stores_the_others_find(start):
-    one, other = start(), start()
-    slots = one.store(A, B, C)
-    assert other.find(A, B, C, D) == slots
-    one.check()
-    other.check()
-
-
 def test_what_is_being_stored_is_not_found(start):
     one, other = start(), start()
     lease = one.begin(A)
@@ -68,13 +60,6 @@ def test_what_is_overwritten_while_it_is_read_is_not_found(start, monkeypatch):
     monkeypatch.setattr(table_module, "fence", overwrite)
     assert other.find(A) == []
     assert other.table.num_damaged == 0
-
-
-def test_what_others_have_is_not_stored_again(start):
-    one, other = start(), start()
-    one.store(A)
-    other.find(A)
-    assert A in other.slots.directory.tables[0]
 
 
 def test_groups_are_told_apart(start):

@@ -10,10 +10,11 @@ from tests.counts import num_failed
 from tests.simulator.model_runner import Batch
 
 
-def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig):
-    rig = make_rig(num_blocks=60, groups=("window:10", "full"), num_slots=200)
+@pytest.mark.parametrize("groups", [("window:10", "full"), ("mamba", "full")])
+def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig, groups):
+    rig = make_rig(num_blocks=60, groups=groups, num_slots=200)
     a = rig.warm()
-    assert rig.run_alone("a2", a) == 40
+    assert rig.run_alone("a2", a) == rig.counts["loaded_tokens"] == 40
     rig.check_idle()
 
 
@@ -174,7 +175,7 @@ def test_a_failed_load_is_recomputed_and_not_offered_again(make_rig, groups):
     rig.fail_copies()
     assert rig.run_alone("a2", a) == 40  # offered, and failed on both ranks
     assert num_failed(rig.counts, "load") == 1
-    assert rig.counts["loaded_blocks"] == 0
+    assert rig.counts["loaded_blocks"] == rig.counts["loaded_tokens"] == 0
     rig.forget_gpu_cache()
     assert rig.run_alone("a3", a) == 0, "a hit that failed must not be offered again"
     rig.check_idle()

@@ -52,45 +52,6 @@ def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
     check_idle(engine)
 
 
-def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(make_engine):
-    engine = make_engine(num_blocks=26, num_slots=30, max_batched_tokens=64)
-    prompt = random_prompt(65, 1)
-    run_alone(engine, "a", prompt)
-    forget_gpu_cache(engine)
-    offered = watch_matches(engine)
-    before_allocation(engine, "a2", lambda: evict_host(engine))
-    engine.add("long", random_prompt(57, 2), max_tokens=12)  # takes most of the GPU
-    engine.step()
-    engine.add("a2", prompt)
-    while engine.has_work:
-        engine.step()
-        evict_host(engine)
-    assert len(offered["a2"]) > 3, "it waited, and was matched anew in every step"
-    assert set(offered["a2"]) == {64}, "nothing of the hit was evicted meanwhile"
-    assert engine.counts["hit_tokens"] == 64
-    check_answers(engine, a=1, long=12, a2=4)
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(make_engine, groups):
-    engine = make_engine(groups=groups, copy_ticks_max=6)
-    prompt = random_prompt(41, 1)
-    run_alone(engine, "a", prompt)
-    forget_gpu_cache(engine)
-    hold_copies(engine, True)
-    request = engine.add("a2", prompt)
-    for _ in range(5):
-        engine.step()
-        evict_host(engine)
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    hold_copies(engine, False)
-    engine.drain()
-    assert engine.counts["hit_tokens"] == 40
-    check_answers(engine, a2=4)
-    check_idle(engine)
-
-
 # ---- vllm#42085: the second long request -------------------------------------------------------
 
 

@@ -45,31 +45,7 @@ def fill(pool: SlotPool, *names: str) -> list[int]:
 # ---- grants ------------------------------------------------------------------------------------
 
 
-def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
-    pool = pool_of(5)
-    pool.release(fill(pool, "a", "b", "c"))
-    version = pool.directory.version
-    assert pool.grant(2) == [3, 4]
-    assert pool.directory.version == version, "nothing that was found has gone"
-    assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
-    assert pool.directory.version > version
-    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
-
-
 # ---- leases ------------------------------------------------------------------------------------
-
-
-def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased():
-    pool = pool_of(3)
-    pool.release(fill(pool, "a", "b", "c"))
-    pool.lease([0, 1])
-    pool.lease([0])
-    pool.lease([0])
-    pool.release([0, 1, 0])
-    pool.check_invariants([[0]])
-    pool.lease([0])
-    pool.release([0, 0])
-    pool.check_invariants([])
 
 
 @pytest.mark.parametrize("slots", [[2], [0, 2], [2, 0]])

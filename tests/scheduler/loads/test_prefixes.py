@@ -85,11 +85,3 @@ def test_long_prefixes_that_come_in_turns_come_back(name):
     assert first == TURN_TOKENS + TAIL_TOKENS
     assert second < 1024 + TAIL_TOKENS, "positions are 1,024 tokens apart"
     assert third <= (second if "lazy" in name else TAIL_TOKENS), "all behind where two have parted"
-
-
-def test_the_other_connector_that_loads_for_each_is_slower():
-    """The case is one: without waiting, it looks like this."""
-    case = CASES[0]
-    simple = served("simple-eager", "full attention", case)
-    assert simple.loaded_prefixes > 2
-    assert simple.num_steps > 1.5 * served("none", "full attention", case).num_steps

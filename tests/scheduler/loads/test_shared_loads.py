@@ -85,14 +85,6 @@ def test_a_prefix_that_eight_want_is_loaded_once(make_rig, shape):
     assert rig.counts["shared_waits_cut"] == 0
 
 
-@pytest.mark.parametrize("groups", [HYBRID, ("full", "mamba"), ("chunk:16", "full")], ids=str)
-def test_of_a_hybrid_model_each_group_is_loaded_once(make_rig, groups):
-    rig = make_shared(make_rig, groups=groups, num_blocks=150)
-    finish(rig, send(rig, 1 + NUM_OTHERS))
-    assert 0 < rig.counts["loaded_blocks"] <= 2 * NUM_BLOCKS_SHARED
-    assert rig.counts["hit_tokens"] <= PREFIX_TOKENS
-
-
 SPARSE = [HYBRID, ("full", "mamba"), ("window:10", "full", "mamba@8")]
 
 
@@ -100,6 +92,15 @@ def make_sparse(make_rig: MakeRig, groups: tuple[str, ...] = HYBRID, **shape: An
     """An engine that keeps of windows and states what vLLM keeps by default."""
     rig = make_rig(groups=groups, num_blocks=150, retention_interval=0, **{**WIDE, **shape})
     rig.start()
+    return rig
+
+
+def make_warm(make_rig: MakeRig, **shape: Any) -> Rig:
+    """A sparse engine whose host, and whose GPU not, has the prefix of `parting`."""
+    rig = make_sparse(make_rig, **shape)
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
     return rig
 
 
@@ -123,23 +124,9 @@ def send_parting(rig: Rig, count: int) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_draft_tokens": 2}, {"is_async": True}], ids=str)
-def test_sparse_windows_are_kept_where_a_load_ends_that_is_waited_for(make_rig, shape):
-    rig = make_sparse(make_rig, **shape)
-    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
-    rig.forget_gpu_cache()
-    rig.counts.clear()
-    finish(rig, send_parting(rig, 1 + NUM_OTHERS))
-    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
-    assert rig.counts["shared_waits"] == NUM_OTHERS
-
-
 def test_sparse_windows_are_not_waited_for_where_vllm_cannot_keep_them(make_rig, monkeypatch):
     monkeypatch.setattr(boundaries, "keep_boundary", lambda request, num_tokens: False)
-    rig = make_sparse(make_rig)
-    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
-    rig.forget_gpu_cache()
-    rig.counts.clear()
+    rig = make_warm(make_rig)
     finish(rig, send_parting(rig, 2))
     assert rig.counts["shared_waits"] == 0
     assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS, "each has loaded its own"
@@ -148,20 +135,10 @@ def test_sparse_windows_are_not_waited_for_where_vllm_cannot_keep_them(make_rig,
 # ---- where prompts part ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", SPARSE, ids=str)
-def test_where_two_prompts_have_parted_the_third_begins(make_rig, groups):
-    """The GPU has forgotten the first when the second comes, so that vLLM does not see it."""
-    rig = make_sparse(make_rig, groups)
-    assert [serve_alone(rig, number) for number in range(4)] == [0, 0, 40, 40]
-    assert rig.run_alone("again", parting(rig, 0)) == 48, "its own end is there too"
-
-
 @pytest.mark.parametrize("count", [1, 3], ids=["alone", "with others that wait"])
 def test_prompts_that_part_again_behind_a_hit_share_both_parts(make_rig, count):
-    rig = make_sparse(make_rig)
+    rig = make_warm(make_rig)
     num_more = NUM_BLOCKS_SHARED + 5
-    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
-    rig.forget_gpu_cache()
     assert serve_alone(rig, 0, num_more) == PREFIX_TOKENS
     before = rig.counts["hit_tokens"]
     names = [f"r{number}" for number in range(count)]
@@ -235,9 +212,7 @@ def test_positions_of_an_answer_are_kept_too(make_rig, groups, num_step_tokens, 
 
 def test_who_parts_before_is_not_left_behind_by_who_parts_behind(make_rig):
     """One loads, and would keep where it leaves the first; the others go on where the load ends."""
-    rig = make_sparse(make_rig)
-    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
-    rig.forget_gpu_cache()
+    rig = make_warm(make_rig)
     num_more = NUM_BLOCKS_SHARED + 5
     assert serve_alone(rig, 0, num_more) == PREFIX_TOKENS
     before = rig.counts["hit_tokens"]
@@ -298,9 +273,7 @@ def test_who_comes_too_late_for_a_window_takes_no_position_away(make_rig):
 
 @pytest.mark.parametrize("is_loading", [False, True])
 def test_who_loads_keeps_where_it_leaves_another_that_is_here(make_rig, is_loading):
-    rig = make_sparse(make_rig)
-    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
-    rig.forget_gpu_cache()
+    rig = make_warm(make_rig)
     rig.hold_copies(True)
     rig.add("loads", parting(rig, 0, 15))
     if is_loading:
@@ -317,22 +290,6 @@ def test_with_another_retention_vllm_keeps_what_it_keeps(make_rig):
 
 
 # ---- others are not held up --------------------------------------------------------------------
-
-
-def test_requests_behind_those_that_wait_go_on(make_rig):
-    rig = make_shared(make_rig)
-    rig.hold_copies(True)
-    send(rig, 3)
-    rig.add("other", rig.prompt(9, 50), 2)
-    rig.run_until_finished("other")
-    rig.check_tokens("other", 2)
-    assert [status(rig, f"r{n}") for n in (1, 2, 3)] == [
-        "WAITING_FOR_REMOTE_KVS",
-        "WAITING",
-        "WAITING",
-    ]
-    rig.hold_copies(False)
-    finish(rig, ["r1", "r2", "r3"])
 
 
 def test_who_waits_holds_no_block_and_no_slot(make_rig):
@@ -543,6 +500,15 @@ def test_preempted_requests_that_come_back_share_a_load_too(make_rig):
 # ---- where a load is found ---------------------------------------------------------------------
 
 
+def make_shared_loads() -> SharedLoads:
+    """Of a geometry with one group of full attention, and blocks of one token."""
+    geometry: Any = SimpleNamespace(
+        hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
+    )
+    hits: Any = SimpleNamespace(geometry=geometry, boundaries=None)
+    return SharedLoads(hits, WAIT_MAX_S, Counters())
+
+
 def a_load(transfer_id: int, first: int, end: int) -> Any:
     """Of some blocks of a prompt whose hashes are their places."""
     owner = SimpleNamespace(request=None, finished=False)
@@ -561,11 +527,7 @@ def a_load(transfer_id: int, first: int, end: int) -> Any:
 
 
 def test_the_oldest_load_that_brings_a_block_is_found_from_any_block_of_it():
-    geometry: Any = SimpleNamespace(
-        hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
-    )
-    hits: Any = SimpleNamespace(geometry=geometry, boundaries=None)
-    shared = SharedLoads(hits, WAIT_MAX_S, Counters())
+    shared = make_shared_loads()
     request: Any = SimpleNamespace(block_hashes=[b"%d" % place for place in range(60)])
     loads = [a_load(0, 40, 50), a_load(1, 3, 37), a_load(2, 16, 18), a_load(3, 20, 60)]
     for load in loads:
@@ -591,11 +553,7 @@ def test_a_load_that_has_ended_is_not_looked_at(make_rig):
 
 
 def test_of_many_loads_of_one_block_a_few_are_looked_at():
-    geometry: Any = SimpleNamespace(
-        hash_block_size=1, retention_interval=None, alignment_tokens=1, ends_inside_blocks=False
-    )
-    hits: Any = SimpleNamespace(geometry=geometry, boundaries=None)
-    shared = SharedLoads(hits, WAIT_MAX_S, Counters())
+    shared = make_shared_loads()
     request: Any = SimpleNamespace(block_hashes=[b"0"])
     for transfer_id in range(shared_loads.LOOKS_MAX + 1):
         shared.begin(a_load(transfer_id, 0, 1))

@@ -429,19 +429,6 @@ def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers):
     rig.check_idle()
 
 
-def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(make_tiers):
-    rig = make_tiers(num_blocks=150)
-    rig.tier.held = {"spill"}
-    for number in range(4):
-        rig.add(f"r{number}", rig.prompt(PREFIX_TOKENS, number), max_tokens=1)
-        rig.run_until_finished(f"r{number}")
-        rig.step()
-    rig.planner.hits.slots.forget_all()
-    rig.finish()
-    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 12, "more than one batch"
-    rig.check_idle()
-
-
 # ---- what comes from a far tier ----------------------------------------------------------------
 
 NEAR, FAR = (TierConfig(Location("file", f"/{place}"), wait_s=WAIT_S) for place in ("near", "far"))
