@@ -72,9 +72,10 @@ class Replayed(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_engine.add_arguments(parser)
-    parser.set_defaults(model="llama", answer_tokens=16)
+    parser.set_defaults(model="llama")
     shapes.add_arguments(parser)
     add = parser.add_argument
+    add("--block-size", type=int, help="tokens in a KV block (vLLM's choice)")
     add("--traces", type=Path, required=True, help="folder of weka_trace, or *.json.gz")
     several = "at once (%(default)s); of several numbers, each on the same engines"
     add("--users", nargs="+", type=int, default=[16], help=several)

@@ -106,9 +106,8 @@ WORDS = ["-inf", "nan", "0", "-1", "9" * 5000, "0x10", ""]
         *(
             f"bench engine --model none {option}"
             for option in (
-                *("--prompt-tokens", "--answer-tokens", "--rounds", "--pool-ratio", "--seed"),
-                *("--num-gpu-blocks", "--block-size", "--max-num-batched-tokens", "--cpu-bytes"),
-                *("--answer-timeout", "--kv-transfer-config", "--engine-args"),
+                *("--prompt-tokens", "--rounds", "--cpu-bytes"),
+                *("--kv-transfer-config", "--engine-args"),
             )
         ),
         "config --kv-transfer-config",

@@ -7,7 +7,6 @@ other one loads it from host memory. The first pass shows what storing costs.
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -42,11 +41,8 @@ from safe_offload.errors import ConfigError
 
 OURS = "SafeCPUOffloadConnector"
 PROMPT_TOKEN_IDS = range(32, 127)  # in every vocabulary
-_COUNTS = (
-    *("prompt_tokens", "answer_tokens", "rounds", "block_size"),
-    *("num_gpu_blocks", "max_num_batched_tokens"),
-)
-_START_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 300.0
 _GPU_SHARE = 0.45  # of each engine: both live on one GPU
 DEFAULT_CPU_BYTES = 2 << 30
 PROMPTS_ON_HOST = 4  # A, B, C and the rest of the round before
@@ -71,7 +67,6 @@ class BenchOptions:
     kv_transfer_config: dict[str, Any] | None = None  # None: this connector with cpu_bytes
     engine_args: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)  # of the engines
-    answer_timeout: float = 300.0
     seed: int = 0
 
     @property
@@ -97,18 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--model", "vLLM's MODEL; it must fit on the GPU twice")
     add("--prompt-tokens", "tokens per prompt (%(default)s, or the model's maximum)", type=int)
-    add("--answer-tokens", "tokens compared per answer (%(default)s)", type=int)
     add("--rounds", "rounds per engine, after a warm-up (%(default)s)", type=int)
-    add("--pool-ratio", "size of the KV pool, in prompts (%(default)s)", type=float)
-    add("--num-gpu-blocks", "size of the KV pool, instead of --pool-ratio", type=int)
-    add("--block-size", "tokens in a KV block (vLLM's choice)", type=int)
-    add("--max-num-batched-tokens", "prefill chunk (%(default)s)", type=int)
     add("--cpu-bytes", "host memory of the connector (enough for four prompts)")
     how = {"type": _read_object, "metavar": "JSON"}
     add("--kv-transfer-config", "measure this connector instead, --cpu-bytes ignored", **how)
     add("--engine-args", "more arguments of vllm.LLM, for both engines", default={}, **how)
-    add("--answer-timeout", "seconds to wait for an answer (%(default)s)", type=float, metavar="S")
-    add("--seed", "seed of the prompts (%(default)s)", type=int)
     add("--logs", "keep the engines' logs here", type=Path, metavar="FOLDER")
     add_output_arguments(parser)
 
@@ -146,13 +134,9 @@ def _require_vllm() -> None:
 def read_options(arguments: argparse.Namespace) -> BenchOptions:
     if not arguments.model:
         raise ConfigError("--model: expected a folder or a model name")
-    for name in _COUNTS:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
+    for name in ("prompt_tokens", "rounds"):
+        if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
-    for name in ("pool_ratio", "answer_timeout"):
-        if not 0 < getattr(arguments, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected a number of more than 0")
     if arguments.cpu_bytes is not None:
         size(MAX_BYTES_PER_SERVER).read("--cpu-bytes", arguments.cpu_bytes)
     config = arguments.kv_transfer_config
@@ -176,7 +160,7 @@ def measure(options: BenchOptions, say: Say, log_folder: Path | None = None) -> 
             say(f"starting the engine with {engine} ...")
             log_path = log_folder / f"{engine.replace(' ', '-')}.log"
             engines[engine] = running.enter_context(EngineProcess(engine, how, log_path))
-            started.append(engines[engine].wait_until_started(_START_TIMEOUT_S))
+            started.append(engines[engine].wait_until_started(START_TIMEOUT_S))
             say(f"  ready after {started[-1].start_s:.0f} s")
         observed = _run_rounds(options, engines, say)
     connector = options.connector_config["kv_connector"]
@@ -190,7 +174,7 @@ def _run_rounds(
 
     Each round is A, B, C, A, B, C on one engine and then on the other, with prompts that no engine
     has seen; the engine that goes first changes from round to round, so that a drift of the
-    machine's speed hits both alike. C is asked once more, for a hit in the GPU's own cache.
+    machine's speed hits both alike.
     """
     observed: list[Observed] = []
     names = list(engines)
@@ -198,8 +182,8 @@ def _run_rounds(
         names.reverse()
         questions = [make_question(options, round_index, which) for which in range(NUM_PROMPTS)]
         for name in names:
-            passes = [*questions, *questions, questions[-1]]
-            answers = [engines[name].call(answer, one, options.answer_timeout) for one in passes]
+            passes = [*questions, *questions]
+            answers = [engines[name].call(answer, one, ANSWER_TIMEOUT_S) for one in passes]
             first_s, second_s = (
                 statistics.fmean(one.ttft_s for one in answers[start : start + NUM_PROMPTS])
                 for start in (0, NUM_PROMPTS)
@@ -255,7 +239,7 @@ def fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOpti
         return options
     say("starting an engine to see what fits the model ...")
     baseline = engine_options(options)[BASELINE]
-    options = scale(options, ask_for_sizes(baseline, log_folder / "sizing.log", _START_TIMEOUT_S))
+    options = scale(options, ask_for_sizes(baseline, log_folder / "sizing.log", START_TIMEOUT_S))
     say(f"  prompts of {options.prompt_tokens:,} tokens, {options.num_gpu_blocks:,} blocks")
     return options
 

@@ -17,7 +17,7 @@ from safe_offload.commands.bench.engine_report import (
 
 
 def make_request(engine: str, round_index: int, place: int, ttft_s: float) -> Observed:
-    is_hit = engine == CONNECTOR and NUM_PROMPTS <= place < 2 * NUM_PROMPTS
+    is_hit = engine == CONNECTOR and place >= NUM_PROMPTS
     answer = Answer(
         ttft_s=ttft_s,
         total_s=ttft_s + 0.1,
@@ -29,21 +29,13 @@ def make_request(engine: str, round_index: int, place: int, ttft_s: float) -> Ob
     return Observed(engine, round_index, place, answer)
 
 
-def make_found(
-    *, num_rounds: int = 3, baseline_slowed: float = 1.0, hit_slowed: float = 1.0
-) -> EngineFound:
-    """Return a run in which storing costs 2 % and a hit is 20 times faster.
-
-    In its first round the baseline and the hits are as many times slower.
-    """
+def make_found(*, num_rounds: int = 3) -> EngineFound:
+    """Return a run in which storing costs 2 % and a hit is 20 times faster."""
     observed = []
     for round_index in range(1, num_rounds + 1):
-        for place in range(2 * NUM_PROMPTS + 1):
+        for place in range(2 * NUM_PROMPTS):
             speed = float(round_index)  # rounds differ, their ratios do not
             connector_s = 1.02 * speed if place < NUM_PROMPTS else speed / 20
-            if round_index == 1:
-                connector_s *= hit_slowed if place >= NUM_PROMPTS else 1.0
-                speed *= baseline_slowed if place < NUM_PROMPTS else 1.0
             observed.append(make_request(BASELINE, round_index, place, speed))
             observed.append(make_request(CONNECTOR, round_index, place, connector_s))
     return EngineFound(
@@ -57,40 +49,22 @@ def make_found(
 
 def test_a_different_token_is_counted_and_shown():
     found = make_found(num_rounds=1)
-    wrong = found.observed[-3]
+    wrong = found.observed[-1]
     assert (wrong.engine, wrong.place) == (CONNECTOR, 5)
     answer = replace(wrong.answer, token_ids=(9, 9))
-    found.observed[-3] = replace(wrong, answer=answer)
+    found.observed[-1] = replace(wrong, answer=answer)
     assert found.num_different_answers == 1
     assert "1 of 6 DIFFER" in make_report(found).render()
 
 
-def test_the_table_and_the_file():
+def test_the_text_and_the_file():
     report = make_report(make_found())
     text = report.render()
     assert "room for 1.60 requests" in text
-    words = [line.split() for line in text.splitlines()]
-    assert [line[:2] for line in words if line[1:2] in (["first"], ["second"])] == [
-        [name, which] for which in ("first", "second") for name in "ABC"
-    ]
-    assert "20.0 times faster with the connector (20.0 to 20.0); 9 of 9 requests" in text
-    assert "+2.0% time to first token" in text
+    assert "first pass:  2.000 s, with SafeCPUOffloadConnector 2.040 s: +2.0% (+2.0%" in text
+    assert "second pass: 2.000 s, with SafeCPUOffloadConnector 0.100 s: 20.0 times" in text
+    assert "20.0 times faster (20.0 to 20.0), 9 of 9 requests were host hits" in text
     assert "all 18 equal" in text
-    assert "GPU hit:     0.100 s" in text
     content = json.loads(json.dumps(report.to_json()))
     assert content["summary"]["hit_speedup_by_round"] == pytest.approx([20, 20, 20])
-    assert content["samples"][-1]["kind"] == "GPU hit"
-
-
-@pytest.mark.parametrize(
-    ("disturbed", "expected"),
-    [
-        ({"baseline_slowed": 1.5}, "the rounds of the first pass disagree: -32.0% to +2.0%"),
-        ({"hit_slowed": 2.0}, "the rounds of the second pass disagree: 10.0 to 20.0 times"),
-    ],
-)
-def test_a_disturbed_run_says_so(disturbed, expected):
-    assert not make_found(baseline_slowed=1.09, hit_slowed=1.4).doubts, "rounds that agree"
-    report = make_report(make_found(**disturbed))
-    assert "DISTURBED, repeat it on an idle machine:\n  " + expected in report.render()
-    assert report.to_json()["summary"]["doubts"] == [expected]
+    assert content["samples"][-1]["kind"] == "second pass"

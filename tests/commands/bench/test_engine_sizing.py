@@ -1,6 +1,5 @@
 """Sizes of the pools for a model that is not tiny."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -64,10 +63,3 @@ def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch):
     assert measured.arguments["max_model_len"] == 1016
     assert measured.arguments["num_gpu_blocks_override"] == 160
     assert measured.arguments["block_size"] == 16
-
-
-def test_a_pool_that_was_given_is_not_asked_for(monkeypatch):
-    arguments = ("--model", "some/model", "--num-gpu-blocks", "99")
-    (measured,) = engines_started(monkeypatch, *arguments)
-    assert measured.arguments["num_gpu_blocks_override"] == 99
-    assert asdict(measured)["arguments"]["max_model_len"] == 16_016
