@@ -2,7 +2,7 @@
 
 import struct
 
-from safe_offload.commands.bench.report import COMMIT_FILE
+from tests.benchmarks.report import COMMIT_FILE
 from tests.gpu.pack.__main__ import files_of_checkout
 from tests.gpu.pack.trim_fatbin import ELF, ELF_MAGIC, MAGIC, PTX, trim
 

@@ -22,16 +22,11 @@ from typing import Any, NamedTuple
 from safe_offload.commands.bench import engine as bench_engine
 from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS, BenchOptions
 from safe_offload.commands.bench.engine_process import count_prompt_tokens
-from safe_offload.commands.bench.report import (
-    Report,
-    describe_machine,
-    median_and_spread,
-    publish,
-    table,
-)
+from safe_offload.commands.bench.report import Report, publish
 from tests.benchmarks import agents_traces, connectors
 from tests.benchmarks.agents_traces import Conversation, make_prompt
 from tests.benchmarks.engines import TIMEOUT_S, with_model
+from tests.benchmarks.report import describe_machine, median_and_spread, table
 from tests.benchmarks.scheduler_measure import percentile
 from tests.gpu import shapes
 

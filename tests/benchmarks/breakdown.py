@@ -20,9 +20,10 @@ from safe_offload.commands.bench import engine as bench_engine
 from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_options
 from safe_offload.commands.bench.engine_process import EngineProcess, Question, generate
 from safe_offload.commands.bench.engine_report import NUM_PROMPTS
-from safe_offload.commands.bench.report import Report, describe_machine, publish, table
+from safe_offload.commands.bench.report import Report, publish
 from tests.benchmarks.engine_watch import MATCHED, PLANNED, SETTLED, start_watching
 from tests.benchmarks.engines import TIMEOUT_S, ours, with_model
+from tests.benchmarks.report import describe_machine, table
 from tests.gpu import shapes
 
 PROBE = "tests.gpu.weights.Probe"

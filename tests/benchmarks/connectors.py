@@ -38,16 +38,11 @@ from safe_offload.commands.bench.engine_process import (
     generate,
 )
 from safe_offload.commands.bench.engine_report import BASELINE
-from safe_offload.commands.bench.report import (
-    Report,
-    describe_machine,
-    median_and_spread,
-    publish,
-    table,
-)
+from safe_offload.commands.bench.report import Report, publish
 from safe_offload.config.settings import size
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt, with_model
+from tests.benchmarks.report import describe_machine, median_and_spread, table
 from tests.benchmarks.tier_servers import tier_servers
 from tests.gpu import shapes
 

@@ -19,13 +19,7 @@ from typing import Any
 
 import torch
 
-from safe_offload.commands.bench.report import (
-    Report,
-    add_output_arguments,
-    describe_machine,
-    publish,
-    table,
-)
+from safe_offload.commands.bench.report import Report, add_output_arguments, publish
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.event_loop import new_event_loop
@@ -45,6 +39,7 @@ from tests.benchmarks.copy_rigs import (
     Traffic,
     make_gpu_rig,
 )
+from tests.benchmarks.report import describe_machine, table
 
 KIB, MIB = 1 << 10, 1 << 20
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]

@@ -17,14 +17,9 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
-from safe_offload.commands.bench.report import (
-    Report,
-    add_output_arguments,
-    describe_machine,
-    publish,
-    table,
-)
+from safe_offload.commands.bench.report import Report, add_output_arguments, publish
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.report import describe_machine, table
 from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import (
     COPY_STEPS,

@@ -13,19 +13,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from safe_offload.commands.bench.report import (
-    Report,
-    add_output_arguments,
-    describe_machine,
-    publish,
-    table,
-)
+from safe_offload.commands.bench.report import Report, add_output_arguments, publish
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import GIB, KIB, MIB, format_bytes
 from safe_offload.event_loop import new_event_loop
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import open_store, open_tier
 from safe_offload.tiers.store import trial_facts
+from tests.benchmarks.report import describe_machine, table
 from tests.benchmarks.tier_servers import tier_servers
 
 SIZES = (2 * MIB, 256 * KIB)

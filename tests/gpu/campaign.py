@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from safe_offload.commands.bench.report import describe_machine, table
+from tests.benchmarks.report import describe_machine, table
 from tests.gpu import pictures
 from tests.gpu.steps import (
     BUDGET_S,

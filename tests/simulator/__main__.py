@@ -13,9 +13,9 @@ import sys
 import time
 from collections import Counter
 
-from safe_offload.commands.bench.report import commit_of
 from safe_offload.commands.cli import run
 from safe_offload.errors import ConfigError
+from tests.benchmarks.report import commit_of
 
 
 def main() -> int:

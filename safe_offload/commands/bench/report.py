@@ -5,17 +5,12 @@ import datetime
 import json
 import os
 import platform
-import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safe_offload.compat.versions import version_of
-
-COMMIT_FILE = ".commit"
-"""In a checkout that was packed without git; see tests/gpu/pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +44,8 @@ def publish(report: Report, arguments: argparse.Namespace) -> None:
         print(f"\nwrote {arguments.json}")
 
 
-def table(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
-    """Return rows with aligned columns, the first `num_left` of them to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            f"{cell:{'<' if place < num_left else '>'}{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def spread(values: Sequence[float], form: str) -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
-
-
-def median_and_spread(values: Sequence[float], form: str) -> str:
-    """Return the median, and the lowest and the highest in brackets."""
-    return f"{statistics.median(values):{form}} ({spread(values, form)})"
 
 
 def describe_machine() -> dict[str, Any]:
@@ -81,7 +58,6 @@ def describe_machine() -> dict[str, Any]:
         "load_average_before": list(os.getloadavg()),
         "system": platform.platform(),
         "versions": {name: found for name in packages if (found := version_of(name))},
-        "commit": commit_of(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -95,19 +71,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
-
-
-def commit_of(root: Path = Path(__file__).parents[3]) -> str:
-    """Return the commit of a checkout, with a + if files differ from it.
-
-    A checkout packed without git has the commit in a file.
-    """
-    packed = root / COMMIT_FILE
-    if packed.is_file():
-        return packed.read_text(encoding="utf-8").strip()
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()

@@ -3,13 +3,8 @@
 import argparse
 import json
 
-from safe_offload.commands.bench.report import (
-    COMMIT_FILE,
-    Report,
-    add_output_arguments,
-    commit_of,
-    publish,
-)
+from safe_offload.commands.bench.report import Report, add_output_arguments, publish
+from tests.benchmarks.report import COMMIT_FILE, commit_of
 
 
 def test_a_report_is_printed_and_written(tmp_path, capsys):

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safe_offload.commands.bench.report import COMMIT_FILE, describe_machine
+from tests.benchmarks.report import COMMIT_FILE, describe_machine
 from tests.gpu.pack import trim_fatbin
 from tests.gpu.steps import ROOT, TRACES
 
