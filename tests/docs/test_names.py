@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import safe_offload
-from safe_offload.commands.cache import places
+from safe_offload.commands.cache.place import OPTIONS
 from safe_offload.config.options import VALID_KEYS
 from tests.fresh_process import run_script
 
@@ -97,7 +97,7 @@ def our_flags() -> set[str]:
     """Flags of `safe-offload`, the examples, the simulator, the benchmarks and the campaign."""
     folders = [Path(safe_offload.__file__).parent, ROOT / "examples"]
     folders += [ROOT / "tests" / name for name in OUR_COMMANDS]
-    options = {f"--{setting.replace('_', '-')}" for setting in places.OPTIONS}
+    options = {f"--{setting.replace('_', '-')}" for setting in OPTIONS}
     return options | {
         node.value
         for folder in folders

@@ -19,8 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from safe_offload.commands.cache import places, pools
-from safe_offload.commands.cache.place import LOOKING, CacheError, Place
+from safe_offload.commands.cache import pools
+from safe_offload.commands.cache.place import (
+    LOOKING,
+    OPTIONS,
+    CacheError,
+    Place,
+    add_options,
+    config_of,
+    open_place,
+)
 from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration
@@ -69,7 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
                 "--dry-run", action="store_true", help="list what would be deleted"
             )
         command.add_argument("--json", action="store_true", help="print JSON")
-        places.add_options(command)
+        add_options(command)
         command.set_defaults(action=function)
 
 
@@ -80,10 +88,10 @@ def run_command(arguments: Namespace) -> int:
         text = json.dumps(found, indent=1) if arguments.json else "\n".join(_table(rows))
         sys.stdout.write(text + "\n")
         return result
-    options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
-    config = places.config_of(arguments.place, options)
-    place = places.open_place(arguments.place, config)
-    place.show_on(Progress(LOOKING, io.StringIO() if arguments.json else None))
+    options = {setting: getattr(arguments, setting) for setting in OPTIONS}
+    config = config_of(arguments.place, options)
+    progress = Progress(LOOKING, io.StringIO() if arguments.json else None)
+    place = open_place(arguments.place, config, progress)
     try:
         with place.progress:
             document, text, status = arguments.action(arguments, place, config)
@@ -319,18 +327,17 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
                 f"Fix: run `safe-offload cache ls {place.label}` and "
                 "write one of them."
             )
-    place.pretend(arguments.dry_run)
     num_objects, size_bytes = 0, 0
     for batch in pages(place.items("" if arguments.all else chosen[0])):
         due = batch
         if before_s is not None:
             due = [item for item in batch if place.is_older(item, before_s)]
-        for item in place.delete(due):
+        for item in due if arguments.dry_run else place.delete(due):
             num_objects += not item.is_temporary
             size_bytes += 0 if item.is_temporary else item.size_bytes
-    if age is None:
+    if age is None and not arguments.dry_run:
         place.forget(chosen)
-    else:
+    elif not arguments.dry_run:
         place.recount()
     document = {
         "tier": place.label,
@@ -342,7 +349,7 @@ def _rm(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
     names = ", ".join(chosen[:_NAMES_SHOWN_MAX]) or "nothing"
     if len(chosen) > _NAMES_SHOWN_MAX:
         names += f" and {len(chosen) - _NAMES_SHOWN_MAX:,} more"
-    deleted = "Would delete" if place.is_dry else "Deleted"
+    deleted = "Would delete" if arguments.dry_run else "Deleted"
     older = "" if age is None else f" older than {age}"
     text = f"{deleted} {names}: {num_objects:,} objects{older}, {format_bytes(size_bytes)}"
     return document, f"{text}{_more_than(chosen)}.", 0

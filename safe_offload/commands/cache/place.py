@@ -1,22 +1,39 @@
-"""The place of a tier for an operator: synchronous verbs that report their progress."""
+"""The place of a tier that an operator names: synchronous verbs that report their progress."""
 
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Coroutine, Iterator, Sequence
+import dataclasses
+import os
+from argparse import ArgumentParser
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 from safe_offload.commands.progress import Progress
-from safe_offload.errors import SafeOffloadError
+from safe_offload.config.printing import printable, without_secrets
+from safe_offload.config.settings import problem_of_path
+from safe_offload.config.tier_list import tiers
+from safe_offload.config.tier_url import FILE, URL_KEY
+from safe_offload.config.tiers import TierConfig
+from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import PlaceError
+from safe_offload.tiers.choice import open_store
 from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, HEADER_BYTES
 from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Item, Store
 
 LOOKING: Final = "listing objects"
 DELETING: Final = "deleting"
+TIMEOUT_S: Final = 30.0
+"""Of each answer."""
+OPTIONS: Final = (
+    *("password_file", "ca_file", "cert_file", "key_file", "endpoint"),
+    *("hmac_key_file", "encryption_key_file"),
+)
+"""Settings of a tier that are options too."""
+
 T = TypeVar("T")
 
 
@@ -25,16 +42,11 @@ class CacheError(SafeOffloadError):
 
 
 class Place:
-    """A `Store` without slots, one operation at a time; `label`, for messages, has no secrets.
+    """A `Store` without slots, one operation at a time; `label`, for messages, has no secrets."""
 
-    `pretend` alone changes `is_dry`: nothing is deleted. `progress` is invisible until `show_on`
-    replaces it.
-    """
-
-    def __init__(self, store: Store, label: str) -> None:
+    def __init__(self, store: Store, label: str, progress: Progress) -> None:
         self.label = label
-        self.is_dry = False
-        self.progress = Progress(LOOKING, io.StringIO())
+        self.progress = progress
         self._store = store
         self._runner = asyncio.Runner()
 
@@ -42,14 +54,6 @@ class Place:
     def use(self) -> str:
         """See `Store.use`."""
         return self._store.use
-
-    def pretend(self, is_dry: bool) -> None:
-        """Only count deletions from now on, or perform them."""
-        self.is_dry = is_dry
-
-    def show_on(self, progress: Progress) -> None:
-        """Report progress there."""
-        self.progress = progress
 
     def require_cache(self) -> None:
         """Raise a CacheError for a place that no tier has used; nothing is changed there."""
@@ -117,8 +121,6 @@ class Place:
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
         """Delete objects; return those that existed."""
-        if self.is_dry:
-            return list(items)
         if items and self.progress.what == LOOKING:
             self.progress.begin(DELETING)
         were_there = self._run(self._store.delete([item.key for item in items]))
@@ -129,8 +131,7 @@ class Place:
 
     def forget(self, namespaces: Sequence[str]) -> None:
         """Delete the rest of namespaces whose objects are gone."""
-        if not self.is_dry:
-            self._run(self._store.forget(namespaces))
+        self._run(self._store.forget(namespaces))
 
     def is_older(self, item: Item, before_s: float) -> bool:
         """Return whether an object was last used before a time; False if it is being written.
@@ -148,8 +149,7 @@ class Place:
 
     def recount(self) -> None:
         """Update the count that engines share, and delete leftovers of crashes."""
-        if not self.is_dry:
-            self._run(self._store.recount())
+        self._run(self._store.recount())
 
     def close(self) -> None:
         self._run(self._store.close())
@@ -160,3 +160,38 @@ class Place:
             return self._runner.run(work)
         except PlaceError as error:
             raise CacheError(error.line_for(self.label)) from None
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options to reach a tier."""
+    for setting in OPTIONS:
+        option = f"--{setting.replace('_', '-')}"
+        metavar = setting.rpartition("_")[2].upper()
+        parser.add_argument(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
+
+
+def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
+    """Return the tier at a url, or in the directory of a path; None is an option not given."""
+    path, url = os.path.abspath(place), place
+    if "://" not in place:
+        if problem := problem_of_path(path):
+            label = printable(without_secrets(place))
+            raise ConfigError(f"{label}: {problem}. Fix: name the directory or the url of a tier.")
+        url = f"{FILE}://{quote(path)}"
+    written = {
+        name: os.path.abspath(value) if name.endswith("_file") else value
+        for name, value in options.items()
+        if value is not None
+    }
+    config: TierConfig = tiers().read("tiers", [{URL_KEY: url, **written}])[0]
+    return config
+
+
+def open_place(place: str, config: TierConfig, progress: Progress) -> Place:
+    """Return the place of a tier."""
+    location = config.location
+    label = location.label
+    if location.scheme == FILE:
+        label = without_secrets(location.path if "://" in place else place)
+    store = open_store(dataclasses.replace(config, timeout_s=TIMEOUT_S))
+    return Place(store, label, progress)

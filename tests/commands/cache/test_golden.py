@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache import places
+from safe_offload.commands.cache.place import config_of
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.choice import open_tier
@@ -68,7 +68,7 @@ def place(rig, tmp_path, bucket_server):
     else:
         endpoint = bucket_server.endpoint
         rig = BelowGolden(bucket_server)
-    config = places.config_of(rig.url, {"endpoint": endpoint})
+    config = config_of(rig.url, {"endpoint": endpoint})
     return rig, replace(config, timeout_s=60.0)
 
 

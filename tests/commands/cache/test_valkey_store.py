@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache import places
 from safe_offload.tiers.naming import description_key, key_of
 from safe_offload.tiers.valkey.valkey_store import ValkeyStore
 from tests.commands.cache.calls import (
@@ -160,7 +159,7 @@ def test_no_server(call, tmp_path):
 
 
 def test_a_server_that_hangs(call, client, server, monkeypatch):
-    monkeypatch.setattr(places, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr("safe_offload.commands.cache.place.TIMEOUT_S", 0.2)
     server.stop()
     try:
         check_refusal(call("rm", url(server), "--all"), "does not answer")

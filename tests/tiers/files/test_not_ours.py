@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache.places import open_place
+from safe_offload.commands.cache.place import LOOKING, open_place
 from safe_offload.commands.doctor.tiers import check_tier
+from safe_offload.commands.progress import Progress
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import directory
@@ -231,7 +232,8 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
     await tier.close()
     assert is_unharmed(victim)
     assert any("of 2 hard links" in line for line in said(package_log)) or file == USAGE_FILE
-    place = open_place(str(base / "kv"), TierConfig.at(f"file://{base}/kv"))
+    config = TierConfig.at(f"file://{base}/kv")
+    place = open_place(str(base / "kv"), config, Progress(LOOKING))
     with pytest.raises(NotOursError, match="is one of 2 hard links"):
         await asyncio.to_thread(place.recount)
     await asyncio.to_thread(place.close)
