@@ -212,6 +212,14 @@ class OffloadConfig:
         """Return the limit on bytes of stores not yet copied, unless one block is larger."""
         return STORES_FACTOR * self.max_inflight_bytes
 
+    def value_for(self, num_blocks: int, block_bytes: int) -> str:
+        """Return what to write for `capacity_key`, so that each rank has blocks of this size."""
+        if self.num_slots is not None:
+            return str(num_blocks)
+        num_shares = self.world_size if self.capacity_key == "cpu_bytes_to_use" else 1
+        size_mib = -(-num_blocks * block_bytes * num_shares // (self.ranks_per_copy << 20))
+        return f'"{size_mib}MiB"'
+
     def num_slots_of(self, slot_bytes: int) -> int:
         """Return the host slots of this size per rank, or copy; ConfigError if none fits."""
         pool_bytes = self.cpu_bytes_per_rank * self.ranks_per_copy

@@ -121,10 +121,10 @@ def ours_of(transfer_config: Any) -> list[Mapping[str, Any]]:
     return [each for each in (written, *children_of(written)) if is_ours(each)]
 
 
-def settings_of(transfer_config: Any) -> list[OffloadConfig]:
-    """Return the settings of the connectors that `ours_of` finds, for one rank."""
+def settings_of(transfer_config: Any, world_size: int = 1) -> list[OffloadConfig]:
+    """Return the settings of the connectors that `ours_of` finds."""
     extras = [each.get(_EXTRA_KEY) for each in ours_of(transfer_config)]
-    return [OffloadConfig.from_extra_config(extra, world_size=1) for extra in extras]
+    return [OffloadConfig.from_extra_config(extra, world_size=world_size) for extra in extras]
 
 
 def _require_spelling(written: Mapping[str, object]) -> None:

@@ -142,14 +142,5 @@ def _advise_on_pool(pool: _Pool, config: OffloadConfig) -> None:
             config.capacity_key,
             pool.blocks(pool.num_slots),
             "; ".join(larger),
-            _value(config, num_wanted, pool.block_bytes),
+            config.value_for(num_wanted, pool.block_bytes),
         )
-
-
-def _value(config: OffloadConfig, num_blocks: int, block_bytes: int) -> str:
-    """Return what to write for `config.capacity_key`, so that each rank has this many blocks."""
-    if config.capacity_key == "num_cpu_blocks":
-        return str(num_blocks)
-    num_shares = config.world_size if config.capacity_key == "cpu_bytes_to_use" else 1
-    size_mib = -(-num_blocks * block_bytes * num_shares // (config.ranks_per_copy << 20))
-    return f'"{size_mib}MiB"'

@@ -13,7 +13,7 @@ from safe_offload.config.options import MAX_BYTES_PER_SERVER, OffloadConfig
 from safe_offload.config.settings import MIN_SIZE_BYTES, refuse
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.tiers import SHARED_HASH
-from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of
+from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of, settings_of
 from safe_offload.config.units import GIB
 from safe_offload.errors import ConfigError
 
@@ -64,7 +64,7 @@ def prepare_start(config: Any) -> None:
     from safe_offload.compat import engine_config
 
     parallel = config.parallel_config
-    ours = [_settings(each, parallel.world_size) for each in ours_of(config.kv_transfer_config)]
+    ours = settings_of(config.kv_transfer_config, parallel.world_size)
     if any(settings.uses_blocks_of_others for settings in ours):
         _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
@@ -80,12 +80,12 @@ def prepare_start(config: Any) -> None:
 
 def warn_of_lost_metrics(arguments: Any) -> None:
     """Warn if the /metrics of vLLM's server, whose arguments these are, lacks our series."""
-    ours = ours_of(getattr(arguments, "kv_transfer_config", None))
     if not hasattr(arguments, "enable_log_requests") or _is_checked_by_another():
         return
     cause = "--disable-log-stats" if arguments.disable_log_stats else _RUST
     is_lost = arguments.disable_log_stats or os.environ.get(_RUST, "0") != "0"
-    if is_lost and not all(_settings(written).metrics_port for written in ours):
+    ours = settings_of(getattr(arguments, "kv_transfer_config", None)) if is_lost else ()
+    if not all(config.metrics_port for config in ours):
         logger.warning(
             'With %s, vLLM\'s /metrics lacks vllm:safe_offload_... Fix: write "metrics_port": '
             "9400 in kv_connector_extra_config, and scrape that port too.",
@@ -95,11 +95,6 @@ def warn_of_lost_metrics(arguments: Any) -> None:
 
 def _is_checked_by_another() -> bool:
     return os.environ.get(CHECKED, "") not in ("", str(os.getpid()))
-
-
-def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
-    extra = written.get(_EXTRA_KEY)
-    return OffloadConfig.from_extra_config(extra, world_size=world_size)
 
 
 def _settle_hashes(config: Any) -> None:

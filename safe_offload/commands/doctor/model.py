@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts, VllmFacts
 from safe_offload.config.options import OffloadConfig
-from safe_offload.config.units import MIB, format_bytes
+from safe_offload.config.units import format_bytes
 from safe_offload.findings import Finding, error, info, ok, warning
 
 
@@ -46,12 +46,7 @@ def _tokens(model: ModelFacts, engine: EngineConfigFacts | None, config: Offload
     holds = f'"{config.capacity_key}" holds about {num_tokens} tokens'
     if num_requests >= 1:
         return ok(id, f"{holds}, or {num_requests:.1f} requests of max_model_len")
-    if config.capacity_key == "num_cpu_blocks":
-        value = str(model.num_request_blocks)
-    else:
-        shares = config.world_size if config.capacity_key == "cpu_bytes_to_use_per_rank" else 1
-        needed_bytes = model.num_request_blocks * model.block_bytes // shares
-        value = f'"{-(-needed_bytes // MIB)}MiB"'
+    value = config.value_for(model.num_request_blocks, model.block_bytes // config.world_size)
     fix = f'write "{config.capacity_key}": {value} or more'
     if not num_blocks:
         return error(
