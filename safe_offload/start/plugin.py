@@ -22,9 +22,14 @@ from safe_offload import started  # noqa: F401  # it looks at the clock now, bef
 from safe_offload.compat.media_ids import wrap_hashes, wrap_requests
 from safe_offload.compat.whole_blocks import wrap_worker
 from safe_offload.compat.wrapping import is_wrapped, when_imported, wrap
-from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
+from safe_offload.config.transfer_config import (
+    CONNECTOR_MODULE,
+    CONNECTOR_NAME,
+    complete,
+    settings_of,
+    settle,
+)
 from safe_offload.errors import ConfigError
-from safe_offload.start.ahead import wrap_creation
 from safe_offload.start.checks import prepare_start, take_offloading_size, warn_of_lost_metrics
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
@@ -97,8 +102,30 @@ def _register_name() -> None:
 
 
 def _wrap_workers(module: Any) -> None:
+    """Let workers order KV cache layouts, and prepare their copies before they load the model.
+
+    The connector is created only once vLLM has profiled the model, right before the KV cache.
+    Source: vLLM 0.31 to 0.33, `WorkerWrapperBase.init_worker` in vllm/v1/worker/worker_base.py and
+    `Worker.initialize_from_config` in gpu_worker.py.
+    """
     wrap_worker(module.WorkerBase)
-    wrap_creation(module.WorkerBase)
+
+    def around(create: Callable[..., None], worker: Any, /, *args: Any, **kwargs: Any) -> None:
+        create(worker, *args, **kwargs)
+        try:
+            _prepare_copies(worker.vllm_config)
+        except Exception:
+            _logger.debug("Copies are not prepared ahead", exc_info=True)
+
+    wrap(module.WorkerBase, "__init__", around)
+
+
+def _prepare_copies(vllm_config: Any) -> None:
+    for config in settings_of(vllm_config.kv_transfer_config):
+        # Only workers import the code that copies (tests/test_layering.py).
+        from safe_offload.worker.copies.choice import prepare
+
+        prepare(str(vllm_config.device_config.device_type), config)
 
 
 def _wrap_kv_transfer_config() -> None:

@@ -17,7 +17,6 @@ from safe_offload.errors import SharingError
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.node.pools import Wanted
 from safe_offload.tiers.namespace.namespace_facts import NamespaceFacts
-from safe_offload.tiers.namespace.this_machine import name_here
 from safe_offload.worker.memory.host_memory import (
     HostMemory,
     available_host_bytes,
@@ -121,7 +120,7 @@ class MemoryPlan:
             "has_checksums": has_checksums,
         }
         facts = self.namespace_facts_of(self.geometry, first)
-        name, doubts = name_here(facts, more)
+        name, doubts = facts.name_here(more)
         if doubts:
             logger.warning(ALONE_HERE, self.rank, " and ".join(doubts))
             return None

@@ -9,6 +9,7 @@ determine what a process computes, its objects are not shared with other engines
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import time
@@ -22,8 +23,14 @@ from safe_offload.compat import engine_config, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.layout import Geometry, Segment
+from safe_offload.started import process_started_ns
 from safe_offload.tiers.namespace.engine_facts import engine_facts
-from safe_offload.tiers.namespace.model_files import FileDigests, ModelPlace, find_files
+from safe_offload.tiers.namespace.model_files import (
+    FileDigests,
+    ModelPlace,
+    find_files,
+    stamp_of,
+)
 
 DUMMY_WEIGHTS: Final = "dummy"
 KEPT_FOLDER: Final = "safe_offload"
@@ -110,6 +117,29 @@ class NamespaceFacts:
         """Complete the facts."""
         self.facts |= learned.facts
         self.doubts += learned.doubts
+
+    def name_here(self, more: dict[str, str]) -> tuple[str, list[str]]:
+        """Return a name that only engines computing the same bytes have, and doubts about that.
+
+        All ranks of an engine get the same name. `more` are facts beside those of the namespace. No
+        file is read: on one machine, the identity of a file and the kernel's time of its last
+        change determine its content as well as a digest does elsewhere.
+        """
+        since_ns = process_started_ns()
+        all_facts = {name: fact for name, fact in self.facts.items() if name != "rank"} | more
+        doubts = [doubt.text for doubt in self.doubts]
+        for name, place in self.places.items():
+            _, files, found = find_files(place, since_ns)
+            try:
+                stamps = {file: stamp_of(os.stat(path)) for file, path in sorted(files.items())}
+            except OSError as error:
+                stamps, found = {}, [*found, f"files of {place.name!r} cannot be seen: {error}"]
+            all_facts[f"files.{name}"] = repr(stamps)
+            if files or name in self.required:
+                doubts += found
+                new = [file for file, stamp in stamps.items() if stamp[-1] > since_ns]
+                doubts += [f"{file!r} changed after this process started" for file in new[:1]]
+        return hashlib.sha256(repr(sorted(all_facts.items())).encode()).hexdigest()[:32], doubts
 
 
 def namespace_facts_of(
