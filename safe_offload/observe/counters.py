@@ -173,23 +173,32 @@ class TierSeries:
     """
 
     def __init__(self, number: int) -> None:
-        tier = ("tier", str(number))
+        self.counters: list[Series] = []
+        self.gauges: list[Series] = []
 
         def series(metric: str, doc: str, *labels: Label, **options: Any) -> Series:
-            return Series(f"tier_{metric}", doc, tier, *labels, **options)
+            return Series(f"tier_{metric}", doc, ("tier", str(number)), *labels, **options)
 
-        self.read_objects = series("read_objects", "Blocks read from a tier.")
-        self.read_bytes = series("read_bytes", "Bytes of blocks read from a tier.")
-        self.written_objects = series("written_objects", "Blocks written to a tier.")
-        self.written_bytes = series("written_bytes", "Bytes written to a tier.")
+        def counter(metric: str, doc: str, *labels: Label) -> Series:
+            self.counters.append(series(metric, doc, *labels))
+            return self.counters[-1]
+
+        def gauge(metric: str, doc: str, *labels: Label) -> Series:
+            self.gauges.append(series(metric, doc, *labels))
+            return self.gauges[-1]
+
+        self.read_objects = counter("read_objects", "Blocks read from a tier.")
+        self.read_bytes = counter("read_bytes", "Bytes of blocks read from a tier.")
+        self.written_objects = counter("written_objects", "Blocks written to a tier.")
+        self.written_bytes = counter("written_bytes", "Bytes written to a tier.")
         doc = "Objects evicted because a tier had reached its capacity."
-        self.evicted_objects = series("evicted_objects", doc)
-        self.restarts = series("restarts", "Starts of a tier's process after one had ended.")
+        self.evicted_objects = counter("evicted_objects", doc)
+        self.restarts = counter("restarts", "Starts of a tier's process after one had ended.")
         doc = "Blocks requested from a tier but not read, by reason."
-        self.misses = {why: series("misses", doc, ("reason", why)) for why in TIER_MISSES}
+        self.misses = {why: counter("misses", doc, ("reason", why)) for why in TIER_MISSES}
         doc = "Blocks not written to a tier, by reason; without those already present."
         self.dropped_spills = {
-            why: series("dropped_spills", doc, ("reason", why)) for why in TIER_DROPS
+            why: counter("dropped_spills", doc, ("reason", why)) for why in TIER_DROPS
         }
         doc = "Time of one call to a tier on one rank."
         self.seconds = {
@@ -197,30 +206,12 @@ class TierSeries:
             for name in ("probe", "fetch", "spill")
         }
         doc = "Bytes used in a directory by all engines, as of this engine's last write or count."
-        self.stored_bytes = series("stored_bytes", doc)
-        self.capacity_bytes = series("capacity_bytes", "Capacity of a tier.")
+        self.stored_bytes = gauge("stored_bytes", doc)
+        self.capacity_bytes = gauge("capacity_bytes", "Capacity of a tier.")
         doc = "1 from when a tier's circuit breaker opens until a call of that kind works."
         self.is_out = {
-            name: series("is_out", doc, ("operation", name)) for name in ("read", "write")
+            name: gauge("is_out", doc, ("operation", name)) for name in ("read", "write")
         }
-
-    @property
-    def counters(self) -> tuple[Series, ...]:
-        """Return the counters."""
-        return (
-            *(self.read_objects, self.read_bytes, self.written_objects, self.written_bytes),
-            *(
-                self.evicted_objects,
-                self.restarts,
-                *self.misses.values(),
-                *self.dropped_spills.values(),
-            ),
-        )
-
-    @property
-    def gauges(self) -> tuple[Series, ...]:
-        """Return the gauges."""
-        return (self.stored_bytes, self.capacity_bytes, *self.is_out.values())
 
 
 TIER_TROUBLE = ("failed", "timed_out", "left_alone", "cancelled", "unreadable")
