@@ -24,18 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Call the subcommand; return its exit status.
-
-    A subcommand may raise KeyboardInterrupt with a description of the work done.
-    """
+    """Call the subcommand; return its exit status."""
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
     except SafeOffloadError as error:
         print(f"{parser.prog}: {printable(str(error), _ERROR_LENGTH_MAX)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as interrupt:
-        print(f"{parser.prog}: ended by Ctrl-C {interrupt}".rstrip() + ".", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: ended by Ctrl-C.", file=sys.stderr)
         return _INTERRUPTED
     return status
 

@@ -10,7 +10,6 @@ safe-offload cache ls node
 from __future__ import annotations
 
 import functools
-import io
 import json
 import sys
 import time
@@ -21,7 +20,6 @@ from typing import Any, Final
 
 from safe_offload.commands.cache import pools
 from safe_offload.commands.cache.place import (
-    LOOKING,
     OPTIONS,
     CacheError,
     Place,
@@ -29,7 +27,6 @@ from safe_offload.commands.cache.place import (
     config_of,
     open_place,
 )
-from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration
 from safe_offload.config.tiers import TierConfig
@@ -90,14 +87,9 @@ def run_command(arguments: Namespace) -> int:
         return result
     options = {setting: getattr(arguments, setting) for setting in OPTIONS}
     config = config_of(arguments.place, options)
-    progress = Progress(LOOKING, io.StringIO() if arguments.json else None)
-    place = open_place(arguments.place, config, progress)
+    place = open_place(arguments.place, config)
     try:
-        with place.progress:
-            document, text, status = arguments.action(arguments, place, config)
-    except KeyboardInterrupt:
-        done = f"while {place.progress.what}, after {place.progress}"
-        raise KeyboardInterrupt(done) from None
+        document, text, status = arguments.action(arguments, place, config)
     except OSError as error:
         problem, fix = (
             error.strerror or error,
@@ -171,7 +163,7 @@ def _listed(place: Place, seal: Seal) -> list[Listed]:
         if left_bytes < 0:
             facts = {"model": printable(str(facts["model"]))} if "model" in facts else {}
         found[name] = Listed(name, facts, naming.is_after_reset(described))
-    for item in _counted(place):
+    for item in place.items():
         if item.namespace in found:
             found[item.namespace].add(item)
     return sorted(found.values(), key=lambda listed: -listed.last_used_s)
@@ -239,9 +231,7 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
 
     num_objects, size_bytes, num_sealed, num_bad = 0, 0, 0, 0
     bad: list[dict[str, str]] = []
-    progress = place.progress
-    progress.begin("checking")
-    for item in _counted(place):
+    for item in place.items():
         if item.is_temporary:
             continue
         try:
@@ -255,7 +245,6 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
         size_bytes += item.size_bytes
         if problem:
             num_bad += 1
-            progress.remark(f"{num_bad:,} bad")
             if num_bad <= _BAD_MAX:
                 bad.append({"file": item.key, "problem": problem})
             if arguments.delete:
@@ -290,13 +279,6 @@ def _verify(arguments: Namespace, place: Place, config: TierConfig) -> Answer:
             "key and were not checked. Fix: pass it with --hmac-key-file or --encryption-key-file."
         )
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
-
-
-def _counted(place: Place) -> Iterator[Item]:
-    """Yield all objects, counting them in the progress."""
-    for item in place.items():
-        yield item
-        place.progress.advance(1, item.size_bytes)
 
 
 def _seal_for(described: bytes, seal: Seal) -> Seal:

@@ -1,16 +1,16 @@
-"""The place of a tier that an operator names: synchronous verbs that report their progress."""
+"""The place of a tier that an operator names, with synchronous verbs."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import os
+import sys
 from argparse import ArgumentParser
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from safe_offload.commands.progress import Progress
 from safe_offload.config.printing import printable, without_secrets
 from safe_offload.config.settings import problem_of_path
 from safe_offload.config.tier_list import tiers
@@ -24,8 +24,7 @@ from safe_offload.tiers.naming import DESCRIPTION_BYTES_MAX, HEADER_BYTES
 from safe_offload.tiers.seals.seal import PLAIN, Seal
 from safe_offload.tiers.store import Item, Store
 
-LOOKING: Final = "listing objects"
-DELETING: Final = "deleting"
+_ERASE: Final = "\x1b[K"
 TIMEOUT_S: Final = 30.0
 """Of each answer."""
 OPTIONS: Final = (
@@ -44,9 +43,8 @@ class CacheError(SafeOffloadError):
 class Place:
     """A `Store` without slots, one operation at a time; `label`, for messages, has no secrets."""
 
-    def __init__(self, store: Store, label: str, progress: Progress) -> None:
+    def __init__(self, store: Store, label: str) -> None:
         self.label = label
-        self.progress = progress
         self._store = store
         self._runner = asyncio.Runner()
 
@@ -74,14 +72,22 @@ class Place:
         return seal.opened_description(bytes.fromhex(namespace), stored)
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """Yield every object, or those of a namespace; objects that vanish are skipped."""
-        pages = self._store.walk(namespace)
+        """Yield every object, or those of a namespace; objects that vanish are skipped.
+
+        On a terminal, show after each page how many there were.
+        """
+        pages, count, is_shown = self._store.walk(namespace), 0, sys.stderr.isatty()
 
         async def following() -> list[Item] | None:
             return await anext(pages, None)
 
         while (page := self._run(following())) is not None:
             yield from page
+            count += len(page)
+            if is_shown:
+                print(f"{count:,} objects", end="\r", file=sys.stderr, flush=True)
+        if is_shown:
+            print(_ERASE, end="", file=sys.stderr, flush=True)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
         """Yield the header of an object, HEADER_BYTES if it has one, and then its bytes.
@@ -121,13 +127,8 @@ class Place:
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
         """Delete objects; return those that existed."""
-        if items and self.progress.what == LOOKING:
-            self.progress.begin(DELETING)
         were_there = self._run(self._store.delete([item.key for item in items]))
-        deleted = [item for item, was in zip(items, were_there, strict=True) if was]
-        if self.progress.what == DELETING:  # else a check is shown
-            self.progress.advance(len(deleted), sum(item.size_bytes for item in deleted))
-        return deleted
+        return [item for item, was in zip(items, were_there, strict=True) if was]
 
     def forget(self, namespaces: Sequence[str]) -> None:
         """Delete the rest of namespaces whose objects are gone."""
@@ -187,11 +188,10 @@ def config_of(place: str, options: Mapping[str, Any]) -> TierConfig:
     return config
 
 
-def open_place(place: str, config: TierConfig, progress: Progress) -> Place:
+def open_place(place: str, config: TierConfig) -> Place:
     """Return the place of a tier."""
     location = config.location
     label = location.label
     if location.scheme == FILE:
         label = without_secrets(location.path if "://" in place else place)
-    store = open_store(dataclasses.replace(config, timeout_s=TIMEOUT_S))
-    return Place(store, label, progress)
+    return Place(open_store(dataclasses.replace(config, timeout_s=TIMEOUT_S)), label)

@@ -11,8 +11,7 @@ import pytest
 from obstore.store import LocalStore
 from redis import Redis
 
-from safe_offload.commands.cache.place import LOOKING, Place, config_of, open_place
-from safe_offload.commands.progress import Progress
+from safe_offload.commands.cache.place import Place, config_of, open_place
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.naming import (
     DESCRIPTION_FILE,
@@ -80,7 +79,7 @@ class Rig(ABC):
         return [self.name(n) in names for n in range(count)]
 
     def open(self) -> Place:
-        return open_place(self.url, config_of(self.url, {}), Progress(LOOKING))
+        return open_place(self.url, config_of(self.url, {}))
 
 
 class Folder(Rig):

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from safe_offload.commands.cache.place import LOOKING, config_of, open_place
-from safe_offload.commands.progress import Progress
+from safe_offload.commands.cache.place import config_of, open_place
 from safe_offload.tiers.naming import namespace_folder
 from safe_offload.tiers.objects import bucket_store as store
 from tests.commands.cache.calls import AFTER_RESET, FIRST, caller, check_refusal, read
@@ -42,7 +41,7 @@ def test_namespaces_are_found_a_page_at_a_time(call, bucket, monkeypatch, scheme
     monkeypatch.setattr(store, "next_page", noted)
     monkeypatch.setattr(store, "_SKIPPING", ("s3",) if scheme == "s3" else ())
     config = config_of(bucket.url, {"endpoint": bucket.endpoint})
-    place = open_place(bucket.url, config, Progress(LOOKING))
+    place = open_place(bucket.url, config)
     assert place.namespaces() == sorted(map(namespace_folder, (FIRST, AFTER_RESET)))
     place.close()
     assert max(len(page or []) for page in pages) == 2

@@ -2,9 +2,12 @@
 
 import asyncio
 import fcntl
+import io
 import json
 import os
 import shutil
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import FileConfig
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files import file_store as store
+from safe_offload.tiers.files import upkeep
 from safe_offload.tiers.files.capacity import LOCK_FILE, keep
 from safe_offload.tiers.files.directory import open_root
 from safe_offload.tiers.naming import namespace_folder, path_of
@@ -263,3 +267,31 @@ def test_who_evicts_is_waited_for(call, root, monkeypatch):
     assert "an engine is evicting. Fix: try again in a minute." in text
     os.close(lock_fd)
     assert call("rm", root, "--all", "--older-than", "1d")[0] == 0
+
+
+def test_ctrl_c_ends_rm_and_what_is_left_can_be_used(root, call, monkeypatch):
+    delete, num_deleted = upkeep.delete, 0
+
+    def interrupted(*arguments):
+        nonlocal num_deleted
+        num_deleted += 1
+        if num_deleted == 3:
+            signal.raise_signal(signal.SIGINT)
+        return delete(*arguments)
+
+    monkeypatch.setattr(upkeep, "delete", interrupted)
+    assert call("rm", root, "--all") == (130, "safe-offload: ended by Ctrl-C.\n")
+    assert num_deleted == 3
+    assert call("rm", root, "--all")[0] == 0
+    assert not [path for path in root.rglob("*") if path.is_file() and path.parent != root]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_many_objects_there_were(root, call, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert call("verify", root)[0] == 0
+    assert terminal.getvalue() == "13 objects\r\x1b[K"

@@ -23,8 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.cache.place import LOOKING, open_place
-from safe_offload.commands.progress import Progress
+from safe_offload.commands.cache.place import open_place
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.base import Name, Result
@@ -178,7 +177,7 @@ class Storm:
         if left:
             found.append(f"{len(left)} orphans are left")
         config = TierConfig.at(f"file://{self.root}")
-        place = open_place(str(self.root), config, Progress(LOOKING))
+        place = open_place(str(self.root), config)
         bad = [item for item in place.items() if place.problem_of(item)]
         place.close()
         print(f"{num_orphans} orphans swept, {len(bad)} objects with a flipped bit left.")

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.commands.cache.place import LOOKING, open_place
+from safe_offload.commands.cache.place import open_place
 from safe_offload.commands.doctor.tiers import check_tier
-from safe_offload.commands.progress import Progress
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.files import directory
@@ -233,7 +232,7 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
     assert is_unharmed(victim)
     assert any("of 2 hard links" in line for line in said(package_log)) or file == USAGE_FILE
     config = TierConfig.at(f"file://{base}/kv")
-    place = open_place(str(base / "kv"), config, Progress(LOOKING))
+    place = open_place(str(base / "kv"), config)
     with pytest.raises(NotOursError, match="is one of 2 hard links"):
         await asyncio.to_thread(place.recount)
     await asyncio.to_thread(place.close)
