@@ -36,11 +36,6 @@ def set_title(title: str) -> None:
         setproctitle.setproctitle(title)
 
 
-def safe_path() -> contextlib.AbstractContextManager[None]:
-    """Prevent processes spawned meanwhile from importing code from the working directory."""
-    return switched_on("PYTHONSAFEPATH")
-
-
 @contextlib.contextmanager
 def switched_on(variable: str) -> Iterator[None]:
     """Set an environment variable to 1 temporarily."""

@@ -119,7 +119,7 @@ def test_what_is_spawned_for_a_while_runs_no_code_of_the_working_directory(
         monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     else:
         monkeypatch.setenv("PYTHONSAFEPATH", before)
-    with threads.safe_path():
+    with threads.switched_on("PYTHONSAFEPATH"):
         command = [sys.executable, "-c", "import sys; print('' in sys.path)"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

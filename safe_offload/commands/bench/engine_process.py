@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safe_offload.errors import SafeOffloadError
-from safe_offload.threads import safe_path
+from safe_offload.threads import switched_on
 
 _LOG_TAIL_LINES = 30
 SPIN_S = 1.2
@@ -108,7 +108,7 @@ class EngineProcess:
             args=(_answer_calls, child_connection, options, str(log_path)),
             name=name,
         )
-        with safe_path():
+        with switched_on("PYTHONSAFEPATH"):  # no code from the working directory
             self._process.start()
         child_connection.close()
 

@@ -10,8 +10,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 PROBE: Final = "safe_offload.commands.doctor.probe"
 PROBE_TIMEOUT_S: Final = 300.0
@@ -105,9 +107,4 @@ def read_output(output: str, problem: str) -> VllmFacts:
     if not written.pop("is_complete", False):
         last = next((line for line in reversed(lines) if line.strip() and line not in answers), "")
         written["problem"] = written.get("problem") or f"{problem}: {last.strip()}"
-    for name, made_of in (("engine", EngineConfigFacts), ("model", ModelFacts)):
-        if written.get(name) is not None:
-            known = {one.name for one in fields(made_of)}
-            values = {key: value for key, value in written[name].items() if key in known}
-            written[name] = made_of(**values)
-    return VllmFacts(**written)
+    return TypeAdapter(VllmFacts).validate_python(written)
