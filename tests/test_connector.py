@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,10 +78,6 @@ def worker(make_connector):
     connector = make_connector(KVConnectorRole.WORKER)
     connector.register_kv_caches({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
     return connector
-
-
-def raise_error(*args: object, **kwargs: object) -> None:
-    raise RuntimeError("injected")
 
 
 def contained(connector: SafeCPUOffloadConnector) -> int:
@@ -318,7 +315,7 @@ SCHEDULER_HOOKS = {
 def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeypatch, logged, hook):
     connector = make_connector()
     arguments, answer = SCHEDULER_HOOKS[hook]
-    monkeypatch.setattr(connector.side, hook, raise_error)
+    monkeypatch.setattr(connector.side, hook, Mock(side_effect=RuntimeError("injected")))
     assert getattr(connector, hook)(*arguments) == answer
     check_logged(logged, hook)
     assert contained(connector) == 1
@@ -328,9 +325,7 @@ def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeyp
 def test_a_broken_promise_is_raised_in_tests_and_kept_from_the_engine_in_production(
     make_connector, monkeypatch
 ):
-    def break_promise(*args: object) -> None:
-        raise InvariantError("I1", "a leased slot was evicted")
-
+    break_promise = Mock(side_effect=InvariantError("I1", "a leased slot was evicted"))
     tested = make_connector(check_invariants=True)
     monkeypatch.setattr(tested.side, "get_num_new_matched_tokens", break_promise)
     with pytest.raises(InvariantError, match="I1"):
@@ -368,7 +363,7 @@ WORKER_HOOKS = {
 def test_an_error_on_the_worker_side_ends_in_its_hook(worker, monkeypatch, logged, hook):
     arguments, answer = WORKER_HOOKS[hook]
     with monkeypatch.context() as patch:
-        patch.setattr(worker.side, hook, raise_error)
+        patch.setattr(worker.side, hook, Mock(side_effect=RuntimeError("injected")))
         assert getattr(worker, hook)(*arguments) == answer
     check_logged(logged, hook)
     assert contained(worker) == 1

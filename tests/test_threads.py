@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,11 +63,7 @@ def test_cores_that_do_not_hold_the_own_ones_are_not_taken(make_cores, parent):
 @pytest.mark.parametrize("error", [AttributeError, ProcessLookupError, PermissionError])
 def test_a_system_that_does_not_tell_or_allow_is_no_error(monkeypatch, make_cores, error):
     cores = make_cores(own={2}, parent={1, 2})
-
-    def refuse(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(threads.os, "getppid", refuse)
+    monkeypatch.setattr(threads.os, "getppid", Mock(side_effect=error))
     with on_other_cores():
         assert cores.of[OWN] == {2}
 

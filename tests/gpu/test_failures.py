@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,10 +141,7 @@ def test_shutdown_in_the_middle_of_copies_ends_them_all():
 
 
 async def test_memory_that_the_driver_does_not_lock_is_used_as_it_is(monkeypatch):
-    def refuse(self: Device, address: int, size_bytes: int) -> None:
-        raise DeviceError("refused by the test")
-
-    monkeypatch.setattr(Device, "lock", refuse)
+    monkeypatch.setattr(Device, "lock", Mock(side_effect=DeviceError("refused by the test")))
     subject = TorchSubject(LAYERS, NUM_SLOTS)
     assert subject.backend.memory.kind is MemoryKind.PAGEABLE
     await subject.check_copy(Direction.STORE, ([1, 5, 6], [2, 9, 10]), seed=1)

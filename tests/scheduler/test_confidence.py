@@ -1,6 +1,7 @@
 """Nothing of a prompt is logged, at any level, whatever goes wrong."""
 
 import logging
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,12 +39,8 @@ def test_an_error_of_our_own_logs_no_token(make_rig, package_log, monkeypatch):
     rig = make_rig(num_blocks=30, extra={"check_invariants": False})
     prompt = rig.prompt(33, 1)
     for method in ("get_num_new_matched_tokens", "build_connector_meta", "update_connector_output"):
-
-        def broken(*args: object) -> None:
-            raise RuntimeError("injected")
-
         with monkeypatch.context() as patch:
-            patch.setattr(rig.planner, method, broken)
+            patch.setattr(rig.planner, method, Mock(side_effect=RuntimeError("injected")))
             rig.add(f"a-{method}", prompt)
             rig.step()
     rig.drain()

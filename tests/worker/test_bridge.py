@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -369,9 +370,7 @@ def test_a_load_in_the_step_is_there_when_its_forward_begins(worker):
 
 @pytest.mark.parametrize("trouble", ["closed", "asleep", "no mark", "bad id", "no copy", "raises"])
 def test_blocks_that_were_not_loaded_are_named_with_their_step(worker, monkeypatch, trouble):
-    def fail(*_: object) -> bool:
-        raise RuntimeError("injected")
-
+    fail = Mock(side_effect=RuntimeError("injected"))
     transfers, backend = worker.bridge.opened.transfers, worker.backend
     if trouble == "closed":
         worker.bridge.shutdown()
@@ -443,11 +442,7 @@ def test_transfers_of_a_step_that_told_nothing_are_cancelled_by_the_next(worker)
 def test_a_transfer_that_cannot_be_queued_is_reported_once(make_worker, monkeypatch):
     worker = make_worker()
     backend = faked(worker, monkeypatch)
-
-    def fail() -> None:
-        raise RuntimeError("no event left")
-
-    backend.on_mark = fail
+    backend.on_mark = Mock(side_effect=RuntimeError("no event left"))
     worker.step(StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),)))
     assert worker.outcomes() == {1: FailureReason.COPY_FAILED, 2: FailureReason.COPY_FAILED}
 
@@ -670,9 +665,7 @@ def test_an_engine_whose_neighbour_stopped_in_its_self_test_has_memory_of_its_ow
 def test_an_engine_whose_neighbour_stopped_while_it_made_the_pool_has_memory_of_its_own(
     shared, monkeypatch, logged
 ):
-    def stalled(wanted):
-        raise StalledError("another process made no progress")
-
+    stalled = Mock(side_effect=StalledError("another process made no progress"))
     monkeypatch.setattr(pool_module, "open_rank", stalled)
     opened = shared()
     assert opened.pool is None
@@ -682,9 +675,6 @@ def test_an_engine_whose_neighbour_stopped_while_it_made_the_pool_has_memory_of_
 
 @pytest.mark.parametrize("part", ["open_backend", "SelfTest", "a wrong copy"])
 def test_a_start_that_fails_leaves_no_place_in_the_pool_nor_a_loop(shared, monkeypatch, part):
-    def fail(*_):
-        raise ConfigError("no")
-
     first = shared()
     num_threads = threading.active_count()
     with monkeypatch.context() as patch:
@@ -692,7 +682,7 @@ def test_a_start_that_fails_leaves_no_place_in_the_pool_nor_a_loop(shared, monke
             patch.setattr(SelfTest, "run", lambda *_, **__: False)
             assert shared() is None
         else:
-            patch.setattr(opening_module, part, fail)
+            patch.setattr(opening_module, part, Mock(side_effect=ConfigError("no")))
             with pytest.raises(ConfigError, match="no"):
                 shared()
     assert threading.active_count() == num_threads

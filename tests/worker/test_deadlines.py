@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from unittest.mock import Mock
 
 import pytest
 
@@ -118,10 +119,8 @@ def test_an_overdue_copy_does_not_hold_up_the_others(backend, start, clock):
 
 
 def test_a_backend_that_cannot_tell_is_waited_for(backend, start, clock, monkeypatch):
-    def fail(completion) -> bool:
-        raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr("tests.worker.fake_backend.FakeCompletion.cancel", fail)
+    lost = Mock(side_effect=RuntimeError("the device is lost"))
+    monkeypatch.setattr("tests.worker.fake_backend.FakeCompletion.cancel", lost)
     transfers = start()
     submit(transfers, LOAD, 1)
     clock.advance(transfers.loop, BEYOND_S)

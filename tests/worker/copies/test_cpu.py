@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -222,9 +223,7 @@ def test_a_fence_says_no_when_the_copy_is_held_back(subject):
 
 
 def test_a_fence_on_a_copy_that_failed_is_kept(make_cpu_subject, monkeypatch):
-    def fail(ranges):
-        raise TransferError(FailureReason.COPY_FAILED, "told to")
-
+    fail = Mock(side_effect=TransferError(FailureReason.COPY_FAILED, "told to"))
     monkeypatch.setattr(cpu, "find_move", lambda: fail)
     subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS)
     completion = subject.issue(Direction.STORE, [0], [0])
@@ -327,15 +326,9 @@ def test_no_thread_is_left_after_close(make_cpu_subject):
 # ---- threads -----------------------------------------------------------------------------------
 
 
-def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-
-
 def test_a_system_that_refuses_threads_is_a_config_error_at_start(subject, monkeypatch):
-    refuse_threads(monkeypatch)
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     before = threading.active_count()
     with pytest.raises(ConfigError, match=r"refused .* thread.*ulimit -u"):
         CpuSubject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads=2)

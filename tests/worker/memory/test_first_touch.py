@@ -2,6 +2,7 @@
 
 import os
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -91,10 +92,7 @@ def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
 
 
 def test_where_the_lowest_priority_is_not_to_be_had_nothing_is_touched(start, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise PermissionError("not here")
-
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, "sched_setscheduler", Mock(side_effect=PermissionError("not here")))
     touched = Touched()
     first = start(touched, 0, SLOT_BYTES)
     first.will_store(ids(0))
@@ -103,9 +101,7 @@ def test_where_the_lowest_priority_is_not_to_be_had_nothing_is_touched(start, mo
 
 
 def test_where_the_system_has_no_thread_left_nothing_is_touched(start, monkeypatch):
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     first = start(Touched(), 0, SLOT_BYTES)
     first.will_store(ids(0))

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -59,10 +60,7 @@ def test_a_thread_moves_to_the_cores_of_a_node(system, monkeypatch):
 
 
 def test_cores_that_may_not_be_used_are_a_reason_and_no_error(system, monkeypatch):
-    def refuse(pid: int, cores: set[int]) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(os, "sched_setaffinity", Mock(side_effect=OSError(22, "Invalid argument")))
     assert "Invalid argument" in placement.move_thread_to(1, system)
 
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -91,9 +92,7 @@ def test_a_rank_notices_that_what_another_stored_has_changed(make_ranks):
 
 
 def test_where_memory_cannot_be_shared_each_rank_has_its_own(make_ranks, monkeypatch, caplog):
-    def refuse(*args: object) -> None:
-        raise SharingError("Operation not permitted")
-
+    refuse = Mock(side_effect=SharingError("Operation not permitted"))
     monkeypatch.setattr(rank_memory, "share_memory", refuse)
     with caplog.at_level("INFO"):
         ranks = make_ranks()
