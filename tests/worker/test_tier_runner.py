@@ -906,19 +906,6 @@ def test_pauses_have_a_jitter(make_rig, chance, pause_s):
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_memory_is_not_freed_while_a_tier_may_touch_it(make_rig):
-    rig = make_rig()
-    rig.tier.holds, rig.tier.ignores_cancel = {"fetch"}, True
-    rig.fetch(1, [1], A)
-    assert not rig.close()
-    assert not rig.backend.is_closed
-    assert rig.outcome(1) is None
-    rig.tier.release()
-    rig.loop.turn()
-    rig.loop.pass_time(1)
-    assert rig.backend.is_closed
-
-
 def test_nothing_is_begun_while_it_closes(make_rig):
     rig, near, far = two_tiers(make_rig)
     near.holds, near.ignores_cancel = {"fetch"}, True
