@@ -39,7 +39,6 @@ class Rig(EngineCore):
         self.plans: list[StepPlan] = []
         self.devices = [worker.device for worker in self.workers]
         self.prompt = random_prompt
-        self.kv_transfer_params: Any = None
 
     @property
     def planner(self) -> Any:
@@ -60,20 +59,6 @@ class Rig(EngineCore):
         """See `EngineCore.close`."""
         self.hold_copies(False)
         super().close()
-
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **how: Any) -> Any:
-        """See `EngineCore.add`; the request has `self.kv_transfer_params`."""
-        add_request = self.scheduler.add_request
-
-        def add_with_params(request: Any) -> None:
-            request.kv_transfer_params = self.kv_transfer_params
-            add_request(request)
-
-        self.scheduler.add_request = add_with_params
-        try:
-            return super().add(request_id, prompt, max_tokens, **how)
-        finally:
-            self.scheduler.add_request = add_request
 
     def step(self) -> Batch | None:
         """See `EngineCore.step`."""
@@ -99,10 +84,15 @@ class Rig(EngineCore):
         """Let the workers tell their capacity, in the steps of a request that fills no block."""
         self.run_alone("first", self.prompt(2, 10_000), max_tokens=1)
 
-    def run_alone(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> int:
-        """Send a request and wait for it; returns how many tokens came from the host."""
+    def run_alone(
+        self, request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any
+    ) -> int:
+        """Send a request and wait for it; returns how many tokens came from the host.
+
+        `options`: of `EngineCore.add`.
+        """
         before = self.counts["hit_tokens"]
-        self.add(request_id, prompt, max_tokens)
+        self.add(request_id, prompt, max_tokens, **options)
         self.drain()
         self.check_tokens(request_id, max_tokens)
         return self.counts["hit_tokens"] - before

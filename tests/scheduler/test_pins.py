@@ -26,14 +26,9 @@ def ask(rig: Rig, name: str, prompt: list[int], params: Any = None, max_tokens: 
         return answer
 
     rig.connector.request_finished_all_groups = see
-    before = rig.counts["hit_tokens"]
-    rig.kv_transfer_params = dict(params) if isinstance(params, dict) else params
-    rig.add(name, prompt, max_tokens)
-    rig.kv_transfer_params = None
-    rig.drain()
+    num_hit = rig.run_alone(name, prompt, max_tokens, kv_transfer_params=params)
     rig.connector.request_finished_all_groups = finish
-    rig.check_tokens(name, max_tokens)
-    return rig.counts["hit_tokens"] - before, told[-1]
+    return num_hit, told[-1]
 
 
 def flood(rig: Rig, name: str, num_hosts: int = 10) -> None:
@@ -126,8 +121,7 @@ def test_what_fails_to_be_stored_is_not_pinned(make_rig):
     rig.start()
     rig.hold_copies(True)
     rig.fail_copies()
-    rig.kv_transfer_params = dict(PIN)
-    rig.add("a", rig.prompt(33, 1))
+    rig.add("a", rig.prompt(33, 1), kv_transfer_params=PIN)
     rig.step_until(lambda: "a" in rig.finish_reasons)
     assert gauge(rig, "pinned_slots") == 9, "it is being stored"
     rig.hold_copies(False)

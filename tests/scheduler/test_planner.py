@@ -1,5 +1,7 @@
 """The scheduler side on vLLM's real Scheduler, one promise at a time."""
 
+from unittest.mock import Mock
+
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -8,6 +10,7 @@ from safe_offload.protocol import Outcome, StepReport
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.counts import num_failed
 from tests.simulator.model_runner import Batch
+from tests.simulator.remote import BROUGHT
 
 
 @pytest.mark.parametrize("groups", [("window:10", "full"), ("mamba", "full")])
@@ -397,16 +400,15 @@ def test_what_nixl_writes_meanwhile_is_not_kept_as_what_was_there(make_rig):
     A fence lets the GPU's own streams wait, and no stream writes this block.
     """
     rig = make_rig(num_blocks=12, remote="first", has_streams=True)
+    rig.chance.choose = Mock(return_value=None)  # what `b` asks of the other machine
     rig.start()
     rig.hold_copies(True)
     rig.add("a", rig.prompt(33, 1), max_tokens=1)
     rig.run_until_finished("a")
     assert rig.planner.gauges()["stores_in_flight"]
-    rig.kv_transfer_params = {"do_remote_prefill": True}
-    rig.add("b", rig.prompt(41, 2), max_tokens=1)
+    rig.add("b", rig.prompt(41, 2), max_tokens=1, kv_transfer_params={BROUGHT: True})
     rig.step_until(lambda: rig.scheduler.requests["b"].status.name == "WAITING_FOR_REMOTE_KVS")
     rig.hold_copies(False)
     rig.finish(b=1)
     assert num_failed(rig.counts, "store") >= 1
-    rig.kv_transfer_params = None
     assert rig.run_alone("again", rig.prompt(33, 1)) == 0, "torn words were kept"

@@ -34,8 +34,11 @@ def rig(make_rig: MakeRig, tmp_path: Any) -> Rig:
     return rig
 
 
-def ask(rig: Rig, name: str, label: str, num_tokens: int = 21, seed: int = 1) -> None:
-    rig.add(name, rig.prompt(num_tokens, seed), 1, cache_salt=f"{SALT}-{label}")
+def ask(
+    rig: Rig, name: str, label: str, num_tokens: int = 21, seed: int = 1, **params: Any
+) -> None:
+    how: dict[str, Any] = {"cache_salt": f"{SALT}-{label}", "kv_transfer_params": params}
+    rig.add(name, rig.prompt(num_tokens, seed), 1, **how)
     rig.drain()
     rig.forget_gpu_cache()
 
@@ -156,11 +159,9 @@ def test_pins_keep_no_tenant_from_what_it_is_guaranteed(make_rig, tmp_path):
     rig = make_rig(num_slots=40, num_blocks=40, extra={"tenants": str(path), "pin_share": 0.9})
     rig.start()
     for index in range(9):
-        rig.kv_transfer_params = {"pin_s": 600}
-        ask(rig, f"pin {index}", "nobody", seed=10 + index)
+        ask(rig, f"pin {index}", "nobody", seed=10 + index, pin_s=600)
     assert feature_of(rig.planner, PinnedPrompts).pins.num_slots == 24
     assert rig.counts[Count.UNPINNED_TOKENS] == (9 * 5 - 24) * BLOCK_TOKENS
-    rig.kv_transfer_params = None
     for index in range(9):
         ask(rig, f"of batch {index}", "batch", seed=30 + index)
     assert slots_of(rig)["batch"] == 16
@@ -170,10 +171,8 @@ def test_pins_keep_no_tenant_from_what_it_is_guaranteed(make_rig, tmp_path):
     assert feature_of(rig.planner, PinnedPrompts).pins.num_slots <= 12
     assert slots_of(rig)["batch"] >= 28
     for index in range(9):
-        rig.kv_transfer_params = {"pin_s": 600}
-        ask(rig, f"pin of batch {index}", "batch", seed=70 + index)
+        ask(rig, f"pin of batch {index}", "batch", seed=70 + index, pin_s=600)
     assert feature_of(rig.planner, PinnedPrompts).pins.num_slots <= 36
     rig.planner.reset_cache()
-    rig.kv_transfer_params = {"pin_s": 600}
-    ask(rig, "after a reset", "nobody", seed=90)
+    ask(rig, "after a reset", "nobody", seed=90, pin_s=600)
     assert feature_of(rig.planner, PinnedPrompts).pins.num_slots == 5

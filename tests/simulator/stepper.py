@@ -6,6 +6,7 @@ are two things that it is stepped with.
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from tests.simulator.remote import ours_of
@@ -51,14 +52,14 @@ class Stepper:
         prompt: Sequence[int],
         request_id: str = "",
         max_tokens: int = 1,
-        kv_transfer_params: dict[str, Any] | None = None,
+        kv_transfer_params: Any = None,
         **options: Any,
     ) -> Any:
         """Make a request that is not sent."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
+        extra = {"kv_transfer_params": copy(kv_transfer_params)}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         return Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **options)
 

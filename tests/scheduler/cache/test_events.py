@@ -183,8 +183,7 @@ def test_vllms_own_events_have_the_tokens_of_what_is_to_leave_nothing(make_rig):
         told.extend(batch.events),
     )
     secret = rig.prompt(20, 1)
-    rig.kv_transfer_params = {"store": "nothing"}
-    rig.run_alone("secret", secret, max_tokens=1)
+    rig.run_alone("secret", secret, max_tokens=1, kv_transfer_params={"store": "nothing"})
     stored = [event for event in told if isinstance(event, BlockStored)]
     assert {event.medium for event in stored} == {"GPU"}
     assert [token for event in stored for token in event.token_ids] == secret

@@ -470,9 +470,7 @@ def test_a_request_that_may_load_nothing_or_has_another_salt_waits_for_nothing(m
     rig.hold_copies(True)
     send(rig, 1)
     rig.planned_step()
-    rig.kv_transfer_params = {"max_load_tokens": 0}
-    send(rig, 1, first=2)
-    rig.kv_transfer_params = None
+    rig.add("r2", prompt(rig, 2), kv_transfer_params={"max_load_tokens": 0})
     rig.add("salted", prompt(rig, 3), cache_salt="s")
     rig.planned_step()
     assert status(rig, "r2") == status(rig, "salted") == "RUNNING"

@@ -41,6 +41,6 @@ def test_what_is_pinned_is_stored_and_so_is_everything_with_another_policy(make_
     extra = {"pin_share": 0.9} if what == "pin" else {"eviction_policy": "lru"}
     rig = converse(make_rig, **extra)
     stored = rig.counts["stored_blocks"]
-    rig.kv_transfer_params = {"pin_s": 600} if what == "pin" else None
-    rig.run_alone("new", rig.prompt(NUM_TOKENS, "new"), max_tokens=1)
+    params = {"pin_s": 600} if what == "pin" else None
+    rig.run_alone("new", rig.prompt(NUM_TOKENS, "new"), max_tokens=1, kv_transfer_params=params)
     assert rig.counts["stored_blocks"] > stored

@@ -540,13 +540,12 @@ def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers):
 
 def test_nothing_is_asked_for_that_may_not_be_read(make_tiers):
     rig = make_warm(make_tiers)
-    rig.kv_transfer_params = {"max_load_tokens": 0}
-    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.run_alone("a", prompt(rig, 1), kv_transfer_params={"max_load_tokens": 0}) == 0
     assert not rig.probes
-    rig.kv_transfer_params = {"max_load_tokens": 6 * BLOCK_TOKENS + 1}
+    limited = {"max_load_tokens": 6 * BLOCK_TOKENS + 1}
     rig.forget_gpu_cache()
     rig.planner.hits.slots.forget_all()
-    assert rig.run_alone("b", prompt(rig, 2)) == 6 * BLOCK_TOKENS
+    assert rig.run_alone("b", prompt(rig, 2), kv_transfer_params=limited) == 6 * BLOCK_TOKENS
     assert rig.counts["fetched_blocks"] == 6
     rig.check_idle()
 
@@ -663,9 +662,8 @@ HINTED: dict[str, Any] = {"extra": {**AUTO["extra"], "kv_hints": True}}
 def test_a_request_with_a_hint_waits_until_the_wait_is_over(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001, **HINTED)
     rig.tier.held = {"fetch"}
-    rig.kv_transfer_params = {"kv_hints": FETCH}
     times = times_of_waiting(rig, "a")
-    rig.add("a", prompt(rig, 1))
+    rig.add("a", prompt(rig, 1), kv_transfer_params={"kv_hints": FETCH})
     rig.step_until(lambda: "a" not in rig.scheduler.requests)
     assert WAIT_S - 2 <= times[-1] - times[0] <= WAIT_S
     rig.finish()
@@ -673,8 +671,7 @@ def test_a_request_with_a_hint_waits_until_the_wait_is_over(make_tiers):
 
 def test_of_a_request_that_leaves_nothing_tiers_are_asked_nothing(make_tiers):
     rig = make_warm(make_tiers)
-    rig.kv_transfer_params = {"store": "nothing"}
-    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.run_alone("a", prompt(rig, 1), kv_transfer_params={"store": "nothing"}) == 0
     rig.drain()
     assert not rig.probes
     assert not rig.spills
