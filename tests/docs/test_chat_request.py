@@ -36,7 +36,7 @@ class TokenizingServer(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url():
     server = ThreadingHTTPServer(("127.0.0.1", 0), TokenizingServer)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,9 +1,6 @@
 """docs/reference/compatibility.md and the tests behind it (compatibility.txt)."""
 
-import re
-from pathlib import Path
-
-from tests.docs.test_guarantees import ROOT, all_tests
+from tests.docs.test_guarantees import ROOT, all_tests, listed
 from tests.simulator.swarm import NAMES
 
 PAGE = (ROOT / "docs/reference/compatibility.md").read_text()
@@ -12,14 +9,7 @@ HEAD, _, *ROWS = (
     for line in PAGE.splitlines()
     if line.startswith("|")
 )
-LISTED = {
-    cell: re.findall(r"^    (\S+)$", names, re.MULTILINE)
-    for cell, names in re.findall(
-        r"^(\S.*)\n((?:    .*\n)+)",
-        Path(__file__).with_name("compatibility.txt").read_text(),
-        re.MULTILINE,
-    )
-}
+LISTED = listed("compatibility.txt")
 
 
 def test_every_cell_that_is_tested_has_tests_that_exist():

@@ -27,7 +27,7 @@ from safe_offload.findings import Severity
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
 from tests.engine.http_server import hold_port
-from tests.kubernetes_api import VERSIONS, check, manifests
+from tests.kubernetes_api import check, manifests
 from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of, tier_at
 from tests.valkey_server import (
     LOCALHOST,
@@ -79,15 +79,6 @@ def mounted_files(resource: dict[str, Any]) -> dict[str, str]:
         for item in secret["items"]
         if secret["secretName"] == "kv-cache"
     }
-
-
-# ---- the API -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_api_takes_it(version):
-    for resource in MANIFESTS.values():
-        check(resource, version)
 
 
 # ---- what leads to what ------------------------------------------------------------------------

@@ -18,12 +18,18 @@ ROWS = {
     if re.match(r"\| [A-Z]\d", line)
     for cells in [[cell.strip() for cell in line.split("|")[1:-1]]]
 }
-LISTED = {
-    id: re.findall(r"^    (\S+)$", names, re.MULTILINE)
-    for id, names in re.findall(
-        r"^(\w+)\n((?:    .*\n)+)", Path(__file__).with_name("guarantees.txt").read_text(), re.M
-    )
-}
+
+
+def listed(file: str) -> dict[str, list[str]]:
+    """What a file beside this one lists of names, below what they are of."""
+    text = Path(__file__).with_name(file).read_text()
+    return {
+        of: re.findall(r"^    (\S+)$", names, re.MULTILINE)
+        for of, names in re.findall(r"^(\S.*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    }
+
+
+LISTED = listed("guarantees.txt")
 
 GUARANTEES = [f"I{n}" for n in range(1, 16)]
 FAULTS = [

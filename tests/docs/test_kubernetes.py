@@ -25,7 +25,9 @@ def container() -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_api_takes_it(version):
-    for resource in MANIFESTS.values():
+    fleet = manifests(FOLDER / "fleet")
+    assert fleet
+    for resource in (*MANIFESTS.values(), *fleet.values()):
         check(resource, version)
 
 

@@ -14,7 +14,6 @@ import pytest
 from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
-from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Name, Result, Tier
@@ -179,15 +178,6 @@ async def test_engines_with_different_keys_do_not_see_or_delete_what_others_wrot
         assert seal_of(facts_of(described.read_bytes()), SEAL, OTHER) is seal
         assert judged(path_in(tmp_path / "tier", name).read_bytes(), name, seal) is Result.DONE
         await tier.close()
-
-
-def test_tiers_with_and_without_a_key_are_refused():
-    """`keep` would seal an object that anyone wrote to the tier without a key."""
-    far: dict[str, Any] = {"url": "file:///far"}
-    near = {"url": "file:///near", "keep": True, "hmac_key_file": "/key"}
-    for tiers in ([near, far], [far, near], [near, {**near, "url": "s3://b"}, far]):
-        with pytest.raises(ConfigError, match=r'Fix: write "hmac_key_file" into each tier'):
-            OffloadConfig.from_extra_config({"tiers": tiers}, world_size=1)
 
 
 def test_the_fingerprint_of_a_key_tells_keys_apart_and_is_no_seal_of_anything():
