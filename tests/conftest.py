@@ -47,6 +47,7 @@ LONGEST = tuple(
     f"tests/{name}.py"
     for name in (
         *("engine/test_prefill_decode", "engine/test_abort_storm", "engine/test_lifecycle"),
+        *("engine/test_small_model", "engine/test_live_weights", "engine/test_poisoned_blocks"),
         *("engine/test_node", "engine/test_parallel", "engine/test_tiers"),
         *("engine/test_other_models", "engine/test_layouts"),
         *("engine/test_tenants", "engine/test_network_tiers", "engine/test_memory"),

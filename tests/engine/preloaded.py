@@ -5,6 +5,10 @@ import gc
 import multiprocessing
 from typing import Any
 
+import vllm.entrypoints.launchers.api_server.entry
+import vllm.entrypoints.llm
+import vllm.v1.worker.cpu_worker  # noqa: F401
+
 import safe_offload.connector
 import safe_offload.scheduler.planner
 import safe_offload.worker.opening  # noqa: F401
