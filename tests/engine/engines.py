@@ -127,20 +127,39 @@ class Report:
         self.check_everything_is_free()
 
     def check_second_round_hits(self, num_hit_tokens: int) -> None:
-        """A, B, C, then each of them again with this many tokens from the host, none of the GPU's.
+        """A, B, C, then the same answers with this many tokens from the host, none of the GPU's.
 
         That the GPU has none is what makes it the host's doing: the pool is so small that the two
         prompts in between have taken every block of the first.
         """
         first, second = self.answers[:3], self.answers[3:]
-        assert len(second) == 3
+        assert self.tokens[3:] == self.tokens[:3]
+        assert len({tuple(tokens) for tokens in self.tokens[:3]}) == 3, "the prompts look alike"
         for answer in first:
             assert (answer.num_gpu, answer.num_host) == (0, 0), self.answers
         for answer in second:
             assert (answer.num_gpu, answer.num_host) == (0, num_hit_tokens), self.answers
             assert answer.num_cached == num_hit_tokens
-        assert self.count("hit_tokens") == 3 * num_hit_tokens
-        assert self.count("loaded_tokens") == 3 * num_hit_tokens
+        self._check_loads(3 * num_hit_tokens)
+
+    def check_hits_of_mla(self) -> None:
+        """Of `MLA_TURNS`, hits of the host have the answers of hits in the GPU's own cache.
+
+        On a CPU vLLM computes a prompt from its start with one MLA kernel and the rest of a prompt
+        behind a hit with another, and the two round differently: what follows *any* hit may differ
+        from what follows a prompt computed from its start. That is why vLLM switches prefix caching
+        off for MLA there (CpuPlatform.check_and_update_config, without AMX), which the child
+        undoes.
+        """
+        num_hit = NUM_MLA_HIT_TOKENS
+        places = [(0, 0), (num_hit, 0)] * 3 + [(0, num_hit)] * 3
+        assert [(answer.num_gpu, answer.num_host) for answer in self.answers] == places
+        assert self.tokens[6:] == self.tokens[1:6:2]
+        assert len({tuple(tokens) for tokens in self.tokens[6:]}) == 3, "the prompts look alike"
+        self._check_loads(3 * num_hit)
+
+    def _check_loads(self, num_tokens: int) -> None:
+        assert self.count("hit_tokens") == self.count("loaded_tokens") == num_tokens
         assert self.count("loaded_blocks") > 0
 
 
@@ -223,6 +242,8 @@ MLA: dict[str, Any] = {
 }
 """What engines of a model with multi-head latent attention have in common here."""
 NUM_MLA_HIT_TOKENS = num_hit_tokens(MLA["num_prompt_tokens"], MLA["block_size"])
+MLA_TURNS = ("A", "A", "B", "B", "C", "C", "A", "B", "C")
+"""Each is computed, then a hit of the GPU's own cache, and once that has lost it, of the host."""
 
 
 EVERY_HIT = {"min_load_tokens": 0}

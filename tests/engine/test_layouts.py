@@ -13,7 +13,7 @@ from tests.engine.engines import (
 BOTH = ("LBHNC", "BLHNC")
 
 
-def test_blocks_in_one_piece_come_back_with_the_same_tokens(model, plain, tmp_path):
+def test_blocks_in_one_piece_come_back_with_the_same_tokens(model, plain_gemma3, tmp_path):
     """A hybrid model, whose three groups lie over one another in a block.
 
     vLLM's attention on the CPU says that it reads LBHNC only, but its kernels go by strides, and
@@ -23,7 +23,7 @@ def test_blocks_in_one_piece_come_back_with_the_same_tokens(model, plain, tmp_pa
     (ours,) = run(tmp_path, replace(job, options={"layouts": BOTH}))
     assert "Using BLHNC KV cache layout" in ours.log
     assert "bytes in one range, " in ours.log
-    assert "Using LBHNC KV cache layout" in plain("gemma3").log
+    assert "Using LBHNC KV cache layout" in plain_gemma3.log
     ours.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
-    assert ours.tokens == plain("gemma3").tokens
+    assert ours.tokens == plain_gemma3.tokens
     ours.check_well()

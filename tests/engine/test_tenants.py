@@ -9,6 +9,7 @@ from examples.tiny_models import write_tiny_model
 from safe_offload.tiers.naming import HEADER_BYTES
 from tests.engine.engines import (
     Job,
+    Report,
     connector,
     make_job,
     make_prompts,
@@ -52,30 +53,27 @@ def make_turns(model: Path, turns: tuple[str, ...], extra: dict[str, Any], **mor
 
 
 def test_a_flood_takes_nothing_of_a_directory_from_those_that_chat(tmp_path: Path):
-    """They find theirs after a restart, although ten times the directory was stored after it."""
+    """They find theirs after a restart, although ten times the directory was stored after it.
+
+    Without shares it takes all (tests/tiers/files/test_shares.py).
+    """
     model = write_tiny_model("llama", tmp_path / "llama")
-    tenants = {"tenants": write_tenants(tmp_path)}
+    tier = tier_at(tmp_path / "divided", capacity=CAPACITY_BYTES)
+    extra = {"tiers": [tier], "tenants": write_tenants(tmp_path)}
     flood = tuple(f"flood {index}" for index in range(NUM_ROUNDS * NUM_FLOODS))
 
-    def jobs(*turns: str) -> list[Job]:
-        tiers = [
-            tier_at(tmp_path / name, capacity=CAPACITY_BYTES) for name in ("divided", "shared")
-        ]
-        more = {"prefix_caching_hash_algo": "sha256_cbor"}
-        return [
-            make_turns(model, turns, {"tiers": [tier], **extra}, **more)
-            for tier, extra in zip(tiers, (tenants, {}), strict=True)
-        ]
+    def answered(name: str, *turns: str) -> Report:
+        job = make_turns(model, turns, extra, prefix_caching_hash_algo="sha256_cbor")
+        return run(tmp_path / name, job)[0]
 
-    firsts = run(tmp_path / "first", *jobs(*CHATTING, *flood))
-    object_bytes = HEADER_BYTES + firsts[0].count("capacity_bytes") / NUM_SLOTS
+    first = answered("first", *CHATTING, *flood)
+    object_bytes = HEADER_BYTES + first.count("capacity_bytes") / NUM_SLOTS
     num_blocks = len(flood) * (NUM_TOKENS // BLOCK_SIZE)  # on a slow disk some are dropped
     assert num_blocks * object_bytes > 10 * CAPACITY_BYTES
-    divided, shared = run(tmp_path / "second", *jobs(*CHATTING))
-    assert [each.num_host for each in divided.answers] == [num_hit_tokens(NUM_TOKENS)] * 3
-    assert [each.num_host for each in shared.answers] == [0] * 3
-    assert divided.tokens == shared.tokens
-    for report in (*firsts, divided, shared):
+    second = answered("second", *CHATTING)
+    assert [each.num_host for each in second.answers] == [num_hit_tokens(NUM_TOKENS)] * 3
+    assert second.tokens == first.tokens[:3]
+    for report in (first, second):
         report.check_well()
         for piece in ("5ecret", "9f1c07aa"):
             assert piece not in report.log + json.dumps(report.data), "no salt is shown"
