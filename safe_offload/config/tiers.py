@@ -246,10 +246,10 @@ class MooncakeConfig(TierConfig):
     endpoint: str | None = setting(
         endpoint(), None, "Address of the master's HTTP endpoint, if not on port 9003."
     )
-    protocol: str = setting(choice(["tcp", "rdma"]), "tcp", "`tcp` or `rdma`.")
+    protocol: str | None = setting(choice(["tcp", "rdma"]), None, "`tcp` (default) or `rdma`.")
     device_name: str = setting(text(), "", "RDMA devices, separated by commas; all by default.")
     metadata_server: str = setting(
-        text(), "P2PHANDSHAKE", "Address of its metadata server, or `P2PHANDSHAKE` for none."
+        text(), "", "Address of its metadata server; none by default (`P2PHANDSHAKE`)."
     )
     segment_bytes: int | None = setting(
         size(MAX_CAPACITY_BYTES),
@@ -258,6 +258,9 @@ class MooncakeConfig(TierConfig):
         key="segment",
     )
     replicas: int = setting(count(1, MAX_REPLICAS, example=2), 1, "Machines that keep each object.")
+    config_file: str | None = setting(
+        file(), None, "The file of vLLM's `MOONCAKE_CONFIG_PATH`, for settings omitted here."
+    )
 
     def of_rank(self, world_size: int, tenants_path: str) -> MooncakeConfig:
         segment_bytes = self.segment_bytes and self.segment_bytes // world_size

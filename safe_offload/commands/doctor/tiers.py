@@ -106,7 +106,7 @@ def check_tier(config: TierConfig, token_bytes: int = 0) -> Iterator[Finding]:
 async def _try(config: TierConfig, token_bytes: int) -> list[Finding]:
     config = dataclasses.replace(config, timeout_s=ANSWER_S)
     takes_memory = False
-    if isinstance(config, MooncakeConfig) and config.segment_bytes:
+    if isinstance(config, MooncakeConfig) and (config.segment_bytes or config.config_file):
         takes_memory, config = True, dataclasses.replace(config, segment_bytes=SEGMENT_BYTES)
     store = open_store(config, OBJECT_BYTES if takes_memory else 0)
     try:

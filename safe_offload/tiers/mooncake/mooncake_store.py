@@ -26,7 +26,7 @@ from safe_offload.tiers.base import Name, PlaceError, Result
 from safe_offload.tiers.batch import Batch
 from safe_offload.tiers.guarded_tier import NUM_FETCHES, NUM_SPILLS
 from safe_offload.tiers.mooncake.client import ABSENT, NO_ROOM, NOT_FOUND, Client
-from safe_offload.tiers.mooncake.settings import require_usable
+from safe_offload.tiers.mooncake.settings import complete
 from safe_offload.tiers.store import Item, Store, listed, pages
 
 CHUNK_OBJECTS: Final = 256
@@ -69,7 +69,7 @@ class MooncakeStore(Store):
 
     def __init__(self, config: MooncakeConfig, slot_bytes: int = 0) -> None:
         super().__init__(config, slot_bytes)
-        require_usable(config)
+        config = complete(config)
         self._pages = config.endpoint or f"http://{config.location.host}:{PAGES_PORT}"
         segment_bytes = (config.segment_bytes or 0) if slot_bytes else 0
         self._home = Client(config, segment_bytes, MOVERS + QUERY_THREADS)

@@ -146,7 +146,8 @@ ENGINE = """
 import sys, threading
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.mooncake.client import Client
-store = Client(TierConfig.at(sys.argv[1]))
+from safe_offload.tiers.mooncake.settings import complete
+store = Client(complete(TierConfig.at(sys.argv[1])))
 store.has(["a"])
 print("it asks", flush=True)
 threading.Event().wait()
@@ -243,7 +244,7 @@ def test_a_client_that_says_what_it_should_not_is_killed(config, tmp_path, monke
     script = tmp_path / "liar.py"
     script.write_text(LIAR.format(word=word))
     monkeypatch.setattr(client, "HELPER", str(script))
-    store = client.Client(config)
+    store = client.Client(settings.complete(config))
     with pytest.raises(OSError, match=r"Mooncake|message length"):
         store.has(["a", "b"])
     assert store._process.status is not None
@@ -254,7 +255,7 @@ def test_an_engine_of_a_pool_lives_as_long_as_its_client(config, tmp_path):
     with pools_in(tmp_path):
         pool = open_rank(wanted(8))
     (table,) = tmp_path.glob("*/pool/table")
-    store = client.Client(config)
+    store = client.Client(settings.complete(config))
     store.put(["a"], [(memoryview(pool.mapping)[:1000],)])
     with contextlib.closing(Locks(str(table))) as others:
         pool.locks.close()  # as the kernel does when the engine is killed
@@ -498,7 +499,7 @@ async def test_a_process_is_not_bound_to_the_cores_of_vllms_own_threads(config, 
     (libgomp, *_) = [*packages.glob("torch*/**/libgomp*.so*")]
     monkeypatch.setenv("LD_PRELOAD", str(libgomp))
     monkeypatch.setenv("GOMP_CPU_AFFINITY", str(min(cores)))
-    one = client.Client(config)
+    one = client.Client(settings.complete(config))
     try:
         process = await asyncio.to_thread(one.running)
         assert os.sched_getaffinity(process.pid) == cores
@@ -530,3 +531,22 @@ def test_a_device_that_is_not_there_is_named_at_the_start(config, monkeypatch, t
     monkeypatch.setattr(settings, "_DEVICES", str(tmp_path))
     with pytest.raises(ConfigError, match=r"names mlx5_7, which is not there\. .* mlx5_0"):
         mooncake_tier(rdma, FACTS)
+
+
+def test_the_file_of_vllms_own_connector_says_what_is_not_written(config, tmp_path):
+    file = tmp_path / "mooncake.json"
+    file.write_text(
+        '{"metadata_server": "etcd://m", "protocol": "tcp", "global_segment_size": "1GB"}'
+    )
+    at = config.location.label
+    found = settings.complete(TierConfig.at(at, config_file=str(file), segment_bytes=5 << 30))
+    assert (found.metadata_server, found.protocol, found.segment_bytes) == (
+        "etcd://m",
+        "tcp",
+        5 << 30,
+    )
+    assert settings.complete(TierConfig.at(at, config_file=str(file))).segment_bytes == 10**9
+    for bad in ("[]", "{", '{"protocol": "x"}', '{"device_name": 1}'):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=r"mooncake\.json cannot be used: it "):
+            settings.complete(TierConfig.at(at, config_file=str(file)))
