@@ -1,10 +1,10 @@
 """Where hits may be loaded in the step that needs them; what a failed one does is simulated."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from safe_offload.compat.engine_core.step_loads import may_load_in_step
@@ -15,18 +15,14 @@ TIERS = [{"url": "file:///tmp/kv"}]
 
 def may_load(extra: Any = None, *, is_plain: bool = True, is_zeroed: bool = False, **more: Any):
     """`more`: fields of vLLM's configuration, by its part and name."""
-    parts: dict[str, Any] = {
-        "parallel_config": SimpleNamespace(
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            prefill_context_parallel_size=1,
-            enable_dbo=False,
-        ),
-        "scheduler_config": SimpleNamespace(scheduler_cls=None),
-    }
-    vllm_config: Any = SimpleNamespace(**copy.deepcopy(parts), speculative_config=None)
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=ParallelConfig(),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        speculative_config=None,
+    )
     for name, value in more.items():
         part, _, field = name.partition("__")
+        assert not field or hasattr(getattr(vllm_config, part), field)
         setattr(getattr(vllm_config, part) if field else vllm_config, field or part, value)
     config = OffloadConfig.from_extra_config(extra, world_size=1)
     cache: Any = SimpleNamespace(needs_kv_cache_zeroing=is_zeroed)
@@ -52,6 +48,7 @@ def test_hits_of_full_attention_in_own_host_memory_may_be_loaded_in_the_step():
         {"parallel_config__data_parallel_size": 2},
         {"parallel_config__prefill_context_parallel_size": 2},
         {"parallel_config__enable_dbo": True},
+        {"parallel_config__ubatch_size": 2},
         {"speculative_config": "drafts"},
         {"scheduler_config__scheduler_cls": "mine.Scheduler"},
     ],

@@ -75,7 +75,7 @@ def may_load_in_step(
         and parallel.pipeline_parallel_size == 1
         and parallel.data_parallel_size == 1
         and getattr(parallel, "prefill_context_parallel_size", 1) == 1
-        and not getattr(parallel, "enable_dbo", False)
+        and not getattr(parallel, "use_ubatching", False)
         and vllm_config.speculative_config is None
         and vllm_config.scheduler_config.scheduler_cls is None
         and _fits()
