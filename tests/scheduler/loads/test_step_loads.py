@@ -140,6 +140,28 @@ def deliver(outputs, late):
         late.clear()
 
 
+@pytest.mark.parametrize("shape", GPUS)
+def test_a_late_report_of_a_load_in_the_step_ends_no_load_ahead(make_rig, shape):
+    """Its request was preempted meanwhile, and waits for another load of the same hit."""
+    rig, prompt, _ = busy(make_rig, is_priority=True, **shape)
+    low = rig.add("again", prompt, priority=1)
+    assert rig.planned_step().loads_in_step
+    late = []
+    rig.mutate_outputs.append(lambda _, outputs: withhold(outputs, late))
+    held = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+    rig.step_until(lambda: low.num_preemptions)
+    held += rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+    rig.pool.free_blocks(held)
+    rig.hold_copies(True)
+    rig.step_until(lambda: low.status.name == "WAITING_FOR_REMOTE_KVS")
+    rig.mutate_outputs[:] = [lambda _, outputs: deliver(outputs, late)]
+    for _ in range(4):
+        rig.step()
+    assert low.status.name == "WAITING_FOR_REMOTE_KVS"
+    rig.hold_copies(False)
+    rig.finish(running=60, again=4)
+
+
 def test_by_priority_no_request_is_admitted_in_a_step_that_preempts(make_rig):
     """So none is scheduled with a load and preempted by the same call of vLLM's scheduler."""
     rig, prompt, _ = busy(make_rig, is_priority=True, has_streams=True)
