@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +30,8 @@ from examples.tiny_models import (
 IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
 IMAGE_ID = NUM_BYTE_TOKENS + len(SPECIAL_TOKENS) + IMAGE_TOKENS.index("<image>")
 IMAGE_SIZE, PATCH_SIZE, SCALE_FACTOR = 112, 14, 2
-NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2
-NUM_IMAGE_TOKENS = NUM_PATCHES // SCALE_FACTOR**2
-TOWER_SIZE, TOWER_LAYERS = 64, 2
+NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE // SCALE_FACTOR) ** 2
+TOWER_SIZE = 64
 
 
 def write_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
@@ -46,7 +46,7 @@ def write_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
         "model_type": "idefics3_vision",
         "hidden_size": TOWER_SIZE,
         "intermediate_size": 2 * TOWER_SIZE,
-        "num_hidden_layers": TOWER_LAYERS,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "image_size": IMAGE_SIZE,
         "patch_size": PATCH_SIZE,
@@ -86,7 +86,7 @@ def write_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
         name.replace("model.", "model.text_model."): tensor
         for name, tensor in load_file(path).items()
     }
-    save_file(tensors | dict(_tower(seed)), path, metadata={"format": "pt"})
+    save_file(tensors | dict(_tower(tower, seed)), path, metadata={"format": "pt"})
     return folder
 
 
@@ -96,9 +96,17 @@ def make_image(seed: int, size: int = IMAGE_SIZE) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _tower(seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+def _tower(tower: dict[str, Any], seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yield the tensors of the tower and of what connects it, by their names in a checkpoint."""
-    for name, shape in _shapes():
+    import torch
+    from transformers.models.idefics3 import Idefics3VisionConfig, Idefics3VisionTransformer
+
+    with torch.device("meta"):
+        state = Idefics3VisionTransformer(Idefics3VisionConfig(**tower)).state_dict()
+    shapes = {f"model.vision_model.{name}": tensor.shape for name, tensor in state.items()}
+    projection = (HIDDEN_SIZE, TOWER_SIZE * SCALE_FACTOR**2)
+    shapes["model.connector.modality_projection.proj.weight"] = torch.Size(projection)
+    for name, shape in shapes.items():
         if name.endswith("bias"):
             yield name, np.zeros(shape, dtype=np.float32)
         elif "norm" in name:
@@ -107,27 +115,3 @@ def _tower(seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
             rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
             noise = rng.standard_normal(shape, dtype=np.float32)
             yield name, noise * np.float32(np.prod(shape[1:]) ** -0.5)
-
-
-def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    tower, inner = "model.vision_model", 2 * TOWER_SIZE
-    yield from _with_bias(
-        f"{tower}.embeddings.patch_embedding", TOWER_SIZE, 3, PATCH_SIZE, PATCH_SIZE
-    )
-    yield f"{tower}.embeddings.position_embedding.weight", (NUM_PATCHES, TOWER_SIZE)
-    yield from _with_bias(f"{tower}.post_layernorm", TOWER_SIZE)
-    for layer in range(TOWER_LAYERS):
-        prefix = f"{tower}.encoder.layers.{layer}"
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _with_bias(f"{prefix}.self_attn.{part}", TOWER_SIZE, TOWER_SIZE)
-        for norm in ("layer_norm1", "layer_norm2"):
-            yield from _with_bias(f"{prefix}.{norm}", TOWER_SIZE)
-        yield from _with_bias(f"{prefix}.mlp.fc1", inner, TOWER_SIZE)
-        yield from _with_bias(f"{prefix}.mlp.fc2", TOWER_SIZE, inner)
-    shuffled = TOWER_SIZE * SCALE_FACTOR**2
-    yield "model.connector.modality_projection.proj.weight", (HIDDEN_SIZE, shuffled)
-
-
-def _with_bias(prefix: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.weight", shape
-    yield f"{prefix}.bias", shape[:1]
