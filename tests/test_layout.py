@@ -26,9 +26,9 @@ def config_of(*tensors: KVCacheTensor, num_blocks: int = BLOCKS) -> KVCacheConfi
     return KVCacheConfig(num_blocks, list(tensors), [])
 
 
-def geometry_of(config: KVCacheConfig, storage_bytes: int | None = None) -> Geometry:
+def geometry_of(config: KVCacheConfig) -> Geometry:
     size = max(tensor.size for tensor in config.kv_cache_tensors)
-    return make_geometry(specs.segments(config), config.num_blocks, storage_bytes or size)
+    return make_geometry(specs.segments(config), config.num_blocks, size)
 
 
 def bytes_of_block(segments: tuple[Segment, ...] | list[Segment], block: int) -> Counter[int]:

@@ -90,9 +90,10 @@ def write_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_image(seed: int, size: int = IMAGE_SIZE) -> Image.Image:
+def make_image(seed: int) -> Image.Image:
     """Return an image of random pixels, the same for the same seed."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    shape = (IMAGE_SIZE, IMAGE_SIZE, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     return Image.fromarray(pixels)
 
 

@@ -22,7 +22,7 @@ from tests.node.storm import account, storm
 SLOTS = 256
 """In lots of four."""
 USABLE = SLOTS - reserved_slots(SLOTS)
-A, B, C, D = (hash_of(9, number) for number in range(4))
+A, B, C = (hash_of(9, number) for number in range(3))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -108,41 +107,3 @@ class TimedEngine(Stepper):
             if self.clock.now_s < end_s:
                 self.step()
         self.clock.now_s = max(self.clock.now_s, end_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a user asks some time after the answer before."""
-
-    prompt: Sequence[int]
-    num_answer_tokens: int
-    think_s: float = 0.0
-
-
-def replay(engine: TimedEngine, users: Sequence[Sequence[Ask]], every_s: float) -> float:
-    """Let users ask, each one thing after the other; one user after another begins.
-
-    Returns the part of the prompts that was hit, on the GPU or the host.
-    """
-    clock = engine.clock
-    due = [(user * every_s, user, 0) for user in range(len(users))]
-    live: dict[str, tuple[int, int]] = {}
-    num_prompt = num_computed = 0
-    while due or live:
-        while due and due[0][0] <= clock.now_s:
-            _, user, turn = heapq.heappop(due)
-            ask = users[user][turn]
-            engine.send(f"{user}-{turn}", ask.prompt, ask.num_answer_tokens)
-            live[f"{user}-{turn}"] = user, turn
-            num_prompt += len(ask.prompt)
-        if not live:
-            engine.idle_until(due[0][0])
-            continue
-        num_computed += engine.step()
-        for name in [name for name in live if name not in engine.scheduler.requests]:
-            user, turn = live.pop(name)
-            num_computed -= users[user][turn].num_answer_tokens - 1
-            if turn + 1 < len(users[user]):
-                think_s = users[user][turn + 1].think_s
-                heapq.heappush(due, (clock.now_s + think_s, user, turn + 1))
-    return 1 - num_computed / num_prompt

@@ -4,7 +4,7 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +46,6 @@ def make_storage(geometry: Geometry) -> torch.Tensor:
     """A KV cache of noise, at an address that every way to copy takes."""
     size_bytes = max(segment.end_bytes(geometry.num_blocks) for segment in geometry.segments)
     return torch.from_numpy(np.random.default_rng(7).integers(0, 256, size_bytes, np.uint8))
-
-
-Make = Callable[..., Bench]
 
 
 def join_self_tests() -> None:

@@ -171,10 +171,10 @@ def test_a_hit_saves_what_computing_it_would_have_added(num_tokens, num_left):
     assert costs.saved_s(offer) == pytest.approx(costs.compute_s(offer))
 
 
-def after_a_warm_restart(num_loads: int = SAMPLES_MIN) -> Costs:
+def after_a_warm_restart() -> Costs:
     """Costs of an engine that has loaded all but the tails of long prompts."""
     costs = Costs(None, STEP_TOKENS)
-    for _ in range(num_loads):
+    for _ in range(SAMPLES_MIN):
         for size in (16, 20):
             costs.loads.add(2000, LOAD_S + 2000 * LOADED_TOKEN_S)
             costs.steps.add(size, STEP_S + size * TOKEN_S)

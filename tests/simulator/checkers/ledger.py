@@ -38,7 +38,6 @@ class Record:
     transfer: Transfer
     is_store: bool
     request: Any  # vLLM's object that waits for it, if it is a load
-    planned_at: int  # the engine's step
     is_in_step: bool  # a load that nothing waits for but the forward of its step
     # What became of it, by rank, as the rank itself reported it.
     reported: dict[int, FailureReason | None] = field(default_factory=dict)
@@ -155,7 +154,7 @@ class Ledger:
     def _open_record(
         self, transfer: Transfer, is_store: bool, request: Any, *, is_in_step: bool = False
     ) -> None:
-        record = Record(transfer, is_store, request, self._core.num_steps, is_in_step)
+        record = Record(transfer, is_store, request, is_in_step)
         if transfer.transfer_id in self._records:
             self._core.findings.add("I3", f"transfer id {transfer.transfer_id} is used twice")
         self._records[transfer.transfer_id] = record

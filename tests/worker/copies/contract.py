@@ -152,22 +152,17 @@ class Subject(ABC):
 MakeSubject = Callable[[Geometry, int], Subject]
 
 
-def random_pairs(seed: int, num_blocks: int = NUM_BLOCKS, num_slots: int = NUM_SLOTS) -> Pairs:
+def random_pairs(seed: int) -> Pairs:
     """Some blocks and slots: single ones, runs, and both ends, in an order that is not theirs."""
     rng = random.Random(seed)
-    count = rng.randint(1, min(num_blocks, num_slots))
+    count = rng.randint(1, min(NUM_BLOCKS, NUM_SLOTS))
     if seed % 3 == 0:  # runs
-        start = rng.randint(0, num_blocks - count)
-        first = rng.randint(0, num_slots - count)
+        start = rng.randint(0, NUM_BLOCKS - count)
+        first = rng.randint(0, NUM_SLOTS - count)
         pairs = [(start + i, first + i) for i in range(count)]
     else:
-        pairs = list(
-            zip(
-                rng.sample(range(num_blocks), count),
-                rng.sample(range(num_slots), count),
-                strict=True,
-            )
-        )
+        blocks = rng.sample(range(NUM_BLOCKS), count)
+        pairs = list(zip(blocks, rng.sample(range(NUM_SLOTS), count), strict=True))
     if seed % 2:
         rng.shuffle(pairs)
     return [block for block, _ in pairs], [slot for _, slot in pairs]

@@ -292,11 +292,9 @@ class FakeGpu:
             return CAPTURE_UNSUPPORTED
         return self.refused.get(name, 0)
 
-    def driver_call(self, name: str, *, is_unsafe: bool = False) -> int:
+    def driver_call(self, name: str) -> int:
         """A call of the driver: it needs a context."""
-        if not self.thread.has_context:
-            return INVALID_CONTEXT
-        return self.status(name, is_unsafe=is_unsafe)
+        return self.status(name) if self.thread.has_context else INVALID_CONTEXT
 
     def runtime_call(self, name: str, *, is_unsafe: bool = False, raises: bool = True) -> int:
         """A call of the runtime: it takes the context of the thread's device, which may be 0."""

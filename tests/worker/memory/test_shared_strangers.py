@@ -25,7 +25,6 @@ __all__ = ["make_ranks"]  # a fixture
 
 NOBODY = 65534
 OTHER_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-FIRST = 6
 HAS_NAMESPACES = not subprocess.run([*OTHER_NAMESPACE, "true"], capture_output=True).returncode
 
 of_other_namespace = pytest.param(
