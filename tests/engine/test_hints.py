@@ -1,4 +1,7 @@
-"""The hints that docs/reference/http.md writes, sent as they stand there to real engines."""
+"""The hints that docs/reference/http.md writes, sent as they stand there to real engines.
+
+Over HTTP they are sent to the server of test_observability.py.
+"""
 
 import json
 import re
@@ -8,13 +11,14 @@ from typing import Any
 import pytest
 
 import safe_offload
-from tests.engine.engines import connector, make_prompts, num_hit_tokens, tier_at
+from tests.engine.engines import connector, make_prompts, num_hit_tokens
 from tests.engine.http_server import HttpServer, make_body
 from tests.fresh_process import ENVIRONMENT, run_script
 
 NUM_TOKENS = 321
 NUM_HIT = num_hit_tokens(NUM_TOKENS)
-PROMPTS = make_prompts(NUM_TOKENS)
+PROMPTS = make_prompts(NUM_TOKENS, ["hint 1", "hint 2"])
+"""Which no other test has sent."""
 GUIDED = {"kv_hints": True, "pin_share": 0.3}
 PAGE = Path(safe_offload.__file__).parents[1] / "docs" / "reference" / "http.md"
 BLOCKS = [
@@ -36,45 +40,15 @@ def kinds(text: str) -> dict[str, float]:
     return {action: float(count) for action, count in found if float(count)}
 
 
-def send(server: HttpServer, kind: str, name: str) -> None:
+def send(server: HttpServer, kind: str) -> None:
     """Send a body of the page with another model and prompt."""
-    body = {**make_body(PROMPTS[name], 1), **BODIES[kind]}
-    server.post("/v1/completions", {**body, "model": "model", "prompt": PROMPTS[name]})
+    prompt = PROMPTS["hint 1"]
+    body = {**make_body(prompt, 1), **BODIES[kind]}
+    server.post("/v1/completions", {**body, "model": "model", "prompt": prompt})
 
 
 def test_the_page_has_a_body_for_each_action():
     assert list(BODIES) == ["kv.fetch", "kv.retain"]
-
-
-def test_the_bodies_of_the_page_do_what_it_says(model, tmp_path):
-    tiers = [tier_at(tmp_path / "tier", model_version="1")]  # which a reset does not change
-    arguments = ("--prefix-caching-hash-algo", "sha256_cbor")
-    with HttpServer(
-        model("llama"),
-        tmp_path / "server",
-        config=connector(tiers=tiers, **GUIDED),
-        arguments=arguments,
-        environment={"VLLM_SERVER_DEV_MODE": "1"},
-    ) as server:
-        server.wait_until_healthy()
-        send(server, "kv.retain", "A")
-        server.wait_for(lambda: server.count("pins") == 1, "the pin")
-        num_blocks = NUM_HIT // 32
-        written = "tier_written_objects"
-        server.wait_for(lambda: server.count(written) == num_blocks, "the prompt in the tier")
-        server.post("/reset_prefix_cache?reset_external=true")
-        send(server, "kv.fetch", "A")
-        server.settle()
-        assert server.count("fetched_blocks") == num_blocks
-        every = {"retain": 1, "fetch": 1}
-        server.wait_for(lambda: kinds(server.metrics_text()) == every, "all actions to be counted")
-        assert "Invalid hints" not in server.log()
-
-        body = json.loads(json.dumps(BODIES["kv.fetch"]).replace('"1.0"', '"2.0"'))
-        server.ask(PROMPTS["C"], 1, kv_transfer_params=body["kv_transfer_params"])
-        every["unknown"] = 1
-        server.wait_for(lambda: kinds(server.metrics_text()) == every, "another version")
-        assert "Invalid hints in 1 requests" in server.log()
 
 
 SCRIPT = """

@@ -1,5 +1,9 @@
-"""Dashboard, alerts and the page on metrics: a real Prometheus scrapes a real server."""
+"""Dashboard, alerts and the page on metrics: a real Prometheus scrapes a real server.
 
+The server has every part that brings metrics; at the end it is sent hints.
+"""
+
+import json
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +21,13 @@ from tests.engine.prometheus import (
     prometheus,
     without_comparisons,
 )
+from tests.engine.test_hints import BODIES, GUIDED, NUM_HIT, kinds, send
+from tests.engine.test_hints import PROMPTS as HINTED
 from tests.engine.test_metrics_port import samples
 from tests.observe.reference_page import rows
 from tests.programs import find_program
 
-pytestmark = pytest.mark.skipif(
+needs_programs = pytest.mark.skipif(
     None in (find_program("prometheus"), find_program("promtool")),
     reason="no prometheus or promtool: `make servers`, or put them on the PATH",
 )
@@ -48,10 +54,10 @@ def port():
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory, port):
     folder = tmp_path_factory.mktemp("server")
-    tiers = [tier_at(folder / "tier", capacity="1GiB")]
+    tiers = [tier_at(folder / "tier", capacity="1GiB", model_version="1")]  # resets keep it
     tenants = folder / "tenants.json"
     tenants.write_text('{"guaranteed": {"chat": {"share": "5%", "prefix": "chat-"}}}')
-    config = connector(NUM_SLOTS, tiers=tiers, tenants=str(tenants), metrics_port=port)
+    config = connector(NUM_SLOTS, tiers=tiers, tenants=str(tenants), metrics_port=port, **GUIDED)
     with HttpServer(model("llama"), folder, config=config, **SERVER) as made:
         made.wait_until_healthy()
         yield made
@@ -82,6 +88,7 @@ def serve_load(server: HttpServer) -> None:
     server.ask(PROMPTS["A"], 8)
 
 
+@needs_programs
 def test_every_query_of_the_dashboard_returns_something(scraped):
     queries = list(dashboard_queries())
     assert len(queries) > 40
@@ -89,6 +96,7 @@ def test_every_query_of_the_dashboard_returns_something(scraped):
     assert silent == []
 
 
+@needs_programs
 def test_every_rule_would_fire_if_its_limits_were_passed(scraped):
     (group,) = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"]
     rules = {rule.get("alert", rule.get("record")): rule["expr"] for rule in group["rules"]}
@@ -102,6 +110,7 @@ def test_every_rule_would_fire_if_its_limits_were_passed(scraped):
     assert states == dict.fromkeys(rules, "ok")
 
 
+@needs_programs
 def test_the_page_has_every_metric_that_is_scraped_and_no_other(scraped):
     expected = {f"{name}_total" for name in rows("counter")} | rows("gauge")
     for histogram in rows("histogram"):
@@ -110,6 +119,7 @@ def test_the_page_has_every_metric_that_is_scraped_and_no_other(scraped):
     assert {name for name in found if not name.endswith("_created")} == expected
 
 
+@needs_programs
 def test_metrics_port_has_the_rows_of_vllms_server(server, scraped, port):
     def is_same() -> bool:
         found = samples(f"http://127.0.0.1:{port}")
@@ -119,6 +129,7 @@ def test_metrics_port_has_the_rows_of_vllms_server(server, scraped, port):
     assert "/metrics lacks" not in server.log()
 
 
+@needs_programs
 def test_vllms_names_have_what_ours_have(scraped):
     for ours, theirs in (
         (f"{PREFIX}load_bytes_total", "vllm:kv_offload_load_bytes_total"),
@@ -130,6 +141,7 @@ def test_vllms_names_have_what_ours_have(scraped):
         assert scraped.query(ours) == [pytest.approx(value)]
 
 
+@needs_programs
 def test_what_was_counted_adds_up(server, scraped):
     now = {name.removeprefix(PREFIX): n for name, n in server.metrics().items()}
     assert 0 < now["loaded_tokens_total"] <= now["hit_tokens_total"]
@@ -147,6 +159,7 @@ def test_what_was_counted_adds_up(server, scraped):
     assert now["tier_is_out"] == 0
 
 
+@needs_programs
 def test_promtool_finds_nothing_but_the_colon_of_vllm(server):
     program = find_program("promtool")
     assert program is not None
@@ -160,3 +173,27 @@ def test_promtool_finds_nothing_but_the_colon_of_vllm(server):
     assert found, "not even the colon"
     other = [line for line in found if not line.endswith("metric names should not contain ':'")]
     assert other == []
+
+
+def test_the_hints_of_the_page_do_what_it_says(server):
+    """They pin, and bring a prompt back from the tier; a version that nobody knows is counted."""
+    server.settle()
+    written, fetched = (server.count(name) for name in ("tier_written_objects", "fetched_blocks"))
+    num_blocks = NUM_HIT // 32
+    send(server, "kv.retain")
+    server.wait_for(lambda: server.count("pins") == 1, "the pin")
+    all_written = written + num_blocks
+    server.wait_for(lambda: server.count("tier_written_objects") >= all_written, "the tier")
+    server.post("/reset_prefix_cache?reset_external=true")
+    send(server, "kv.fetch")
+    server.settle()
+    assert server.count("fetched_blocks") == fetched + num_blocks
+    every = {"retain": 1, "fetch": 1}
+    server.wait_for(lambda: kinds(server.metrics_text()) == every, "all actions to be counted")
+    assert "Invalid hints" not in server.log()
+
+    body = json.loads(json.dumps(BODIES["kv.fetch"]).replace('"1.0"', '"2.0"'))
+    server.ask(HINTED["hint 2"], 1, kv_transfer_params=body["kv_transfer_params"])
+    every["unknown"] = 1
+    server.wait_for(lambda: kinds(server.metrics_text()) == every, "another version")
+    assert "Invalid hints in 1 requests" in server.log()
