@@ -18,15 +18,17 @@ from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.machine import Machine, read_machine
 from safe_offload.commands.doctor.report import exit_status, render
 from safe_offload.commands.doctor.vllm_facts import (
+    PROBE,
     EngineConfigFacts,
     ModelFacts,
     VllmFacts,
-    VllmProbe,
+    read_output,
 )
 from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.units import GIB, MIB
 from safe_offload.findings import Finding, Severity
 from safe_offload.worker.memory.huge_pages import HugePages
+from tests.fresh_process import run_script
 
 NAME = "SafeCPUOffloadConnector"
 
@@ -147,7 +149,10 @@ def answers(tmp_path_factory, broken_process):
     """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
     model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
     shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]
-    return VllmProbe([model, *shared, "--no-enable-prefix-caching", "-tp", "8"]).facts()
+    arguments = [model, *shared, "--no-enable-prefix-caching", "-tp", "8"]
+    script = f"from {PROBE} import main; main({arguments})"
+    folder = tmp_path_factory.mktemp("probe")
+    return read_output(run_script(script, folder, {"VLLM_LOGGING_LEVEL": "WARNING"}), "")
 
 
 @pytest.mark.slow
