@@ -198,10 +198,7 @@ def key_of(name: Name) -> bytes:
 
 def name_of_key(key: bytes) -> Name | None:
     """Return the name of the object with this key; None if an object never has it."""
-    namespace, file = _parts(key)
-    folder = file[-2:]
-    found = name_of(namespace, file)
-    return found if found is not None and path_of(found) == (folder, file) else None
+    return name_of(*_parts(key))
 
 
 def description_key(namespace: bytes) -> bytes:
