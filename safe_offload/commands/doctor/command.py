@@ -19,7 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from safe_offload.commands.doctor import configuration, memory, model, tiers, versions
+from safe_offload.commands.doctor import configuration, memory, tiers, versions
 from safe_offload.commands.doctor.machine import Machine, read_machine
 from safe_offload.commands.doctor.report import exit_status, guarded, render
 from safe_offload.commands.doctor.vllm_facts import VllmFacts, VllmProbe
@@ -109,7 +109,7 @@ def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) 
     found += guarded("memory", memory.check_shared_memory, machine.shared_memory, pools)
     is_mla = bool(vllm.model and vllm.model.is_mla and vllm.engine and vllm.engine.num_ranks > 1)
     found += guarded("memory", memory.check_huge_pages, machine, pools, has_copies_for_all=is_mla)
-    found += guarded("model", model.check_model, vllm, configs)
+    found += guarded("model", memory.check_model, vllm, configs)
     found += guarded("tiers", _check_tiers, configs, vllm)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
         found += guarded("tiers", tiers.check_user, is_root=machine.is_root)
