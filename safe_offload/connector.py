@@ -118,7 +118,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.side: Side = self.scheduler
         """Of the two, the one of this connector's role; the other does nothing."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        if not engine_config.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
+        if not engine_config.can_be_of_use(vllm_config, kv_cache_config, logs=is_scheduler):
             pass  # and take no memory
         elif is_scheduler:
             self._make_planner = self._prepare_planner()

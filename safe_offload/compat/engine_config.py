@@ -71,10 +71,10 @@ def refuse_lost_experts(vllm_config: VllmConfig, *, has_others_blocks: bool) -> 
     )
 
 
-def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
-    """Return whether a hit is possible; with `tell`, which one process sets, log why not."""
+def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, logs: bool) -> bool:
+    """Return whether a hit is possible; with `logs`, which one process sets, log why not."""
     if not vllm_config.cache_config.enable_prefix_caching:
-        if tell:
+        if logs:
             logger.warning(
                 "Prefix caching is off, so SafeCPUOffloadConnector does nothing. Fix: remove "
                 "--no-enable-prefix-caching."
@@ -88,7 +88,7 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
         # The state of a boundary is written once the number of accepted drafts is known. Earlier
         # stages learn it some steps later, after the store. Source: vLLM 0.32.0, v1/worker/gpu,
         # MambaHybridModelState.postprocess_state and PPHandler.
-        if tell:
+        if logs:
             logger.warning(
                 "With pipeline parallelism and draft tokens, the Mamba states of earlier stages "
                 "are not ready in time to be stored, so SafeCPUOffloadConnector does nothing. "
