@@ -274,6 +274,29 @@ def test_nobody_waits_for_a_load_beside_blocks_of_one_in_the_step(
     rig.finish(**dict.fromkeys(longer, 4), **({} if is_aborted else {"first": 4}))
 
 
+@pytest.mark.parametrize("shape", ENGINES)
+def test_nobody_finds_what_was_computed_behind_a_load_whose_plan_failed(
+    make_rig, monkeypatch, shape
+):
+    """The planner does not know that step, in which vLLM has hashed the blocks behind, too."""
+    extra = IN_STEP | {"check_invariants": False}
+    rig = make_rig(num_blocks=80, num_slots=200, **shape, extra=extra)
+    rig.start()
+    prompt = rig.warm() + rig.prompt(40, 2)
+
+    def fail(*_):
+        raise RuntimeError("injected")
+
+    request = rig.add("again", prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.planner, "build_connector_meta", fail)
+        assert rig.planned_step().unloaded
+    (block_ids,) = rig.scheduler.kv_cache_manager.get_block_ids("again")
+    rig.step_until(lambda: request.num_preemptions)
+    assert [i for i in block_ids if rig.pool.blocks[i].block_hash is not None] == []
+    rig.finish(again=4)
+
+
 @pytest.mark.parametrize("has_streams", [False, True])
 @pytest.mark.parametrize("num_steps", [2, 3])
 def test_nobody_waits_beside_blocks_of_one_that_fails_before_its_output(
