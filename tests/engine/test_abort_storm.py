@@ -290,7 +290,6 @@ def test_nothing_went_wrong_inside_the_connector_but_the_copies_that_failed(stor
 
 def test_it_was_a_storm(storm):
     """Else the tests above show nothing: preemption, aborts at all moments, eviction, host hits."""
-    print(describe_storm(storm))
     metrics = storm.metrics_of_storm
     assert metrics["vllm:num_preemptions_total"] >= NUM_REQUESTS / 10
     cut_off = [r for r in storm.replies if r.ask.is_cut_off and not r.is_complete]
@@ -314,20 +313,4 @@ def describe(storm: Storm, reply: Reply, position: int) -> str:
         f"margin {expected.margins[position]:.6f}, runner-up {expected.runners_up[position]}\n"
         f"  expected {list(expected.tokens[: len(reply.tokens)])}\n"
         f"  found    {reply.tokens}"
-    )
-
-
-def describe_storm(storm: Storm) -> str:
-    """The figures of a storm, for those who run it with -s."""
-    cut_off = [r for r in storm.replies if r.ask.is_cut_off and not r.is_complete]
-    preemptions = storm.metrics["vllm:num_preemptions_total"]
-    counts = {
-        name.removeprefix("vllm:safe_offload_"): int(value)
-        for name, value in storm.metrics.items()
-        if name.startswith("vllm:safe_offload_") and not name.endswith("_created") and value
-    }
-    return (
-        f"{storm.kind}, STORM_SEED={SEED}: {len(storm.replies)} requests, {len(cut_off)} cut off, "
-        f"{sum(not reply.tokens for reply in cut_off)} of them before the first token, "
-        f"{preemptions:.0f} preemptions, {counts}"
     )
