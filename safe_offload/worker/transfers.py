@@ -20,7 +20,7 @@ from safe_offload.config.options import DEFAULT_TRANSFER_TIMEOUT_S
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.copies.base import Backend, Completion, Copy, Direction
-from safe_offload.worker.fifo_gate import FifoGate, Turn
+from safe_offload.worker.gate import Gate, Turn
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.tier_runner import TierRunner
 from safe_offload.worker.verify import Verifier
@@ -101,7 +101,7 @@ class Transfers:
     and tiers are closed when the loop ends.
 
     Args:
-        max_inflight_bytes: of the copies of one direction that are issued at one time.
+        max_inflight_bytes: see `Gate`, of which each direction has one.
         timeout_s: a transfer that has not been issued by then fails.
     """
 
@@ -123,7 +123,7 @@ class Transfers:
         # On vLLM's thread: submitted and not drained.
         self._pending: dict[int, PendingTransfer] = {}
         # On the loop's thread, but for the other ends of the two queues.
-        self._gates = {direction: FifoGate(max_inflight_bytes) for direction in Direction}
+        self._gates = {direction: Gate(max_inflight_bytes) for direction in Direction}
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._settled: deque[PendingTransfer] = deque()
@@ -345,7 +345,7 @@ class Transfers:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    def _gate_of(self, pending: PendingTransfer) -> FifoGate:
+    def _gate_of(self, pending: PendingTransfer) -> Gate:
         return self._gates[pending.copy.direction]
 
     async def _enter(self, pending: PendingTransfer, deadline_s: float) -> None:

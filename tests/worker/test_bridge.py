@@ -568,7 +568,7 @@ def test_shutting_down_twice_is_the_same_as_once_and_leaves_no_thread(make_worke
 def test_what_settles_during_shutdown_is_reported(make_worker, monkeypatch):
     worker = make_worker(extra={"max_inflight_bytes": 4096})
     backend = faked(worker, monkeypatch)
-    worker.step(StepPlan(loads=(transfer(1, num_blocks=40), transfer(2, 40))))
+    worker.step(StepPlan(loads=(transfer(1, num_blocks=41), transfer(2, 40))))
     backend.wait_for(1)
     transfers = worker.bridge.opened.transfers
     close = transfers.close

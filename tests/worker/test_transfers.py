@@ -45,21 +45,24 @@ def test_the_mark_is_taken_when_the_transfer_is_submitted_not_when_it_is_issued(
 @pytest.mark.parametrize(
     ("bound", "sizes", "turns"),
     [
-        pytest.param(5, (2, 2, 2), {0: [0, 1], 1: [0, 1, 2]}, id="within the bound"),
-        pytest.param(2, (1, 2, 1), {0: [0], 1: [0, 1]}, id="none overtakes one that waits"),
-        pytest.param(2, (1, 5, 1), {0: [0], 1: [0, 1], 2: [0, 1, 2]}, id="larger runs alone"),
+        pytest.param(5, (2, 2, 2), {0: [0, 1, 2]}, id="while bytes in flight are below the bound"),
+        pytest.param(2, (1, 1, 1), {0: [0, 1], 1: [0, 1, 2]}, id="none at the bound"),
+        pytest.param(2, (1, 5, 1), {0: [0, 1], 1: [0, 1], 2: [0, 1, 2]}, id="one that is larger"),
+        pytest.param(1, (1, 6, 5, 2), {0: [0], 1: [0, 3], 2: [0, 3, 1]}, id="small ones first"),
+        pytest.param(1, (1, 4, 4, 4), {0: [0], 1: [0, 1], 2: [0, 1, 2]}, id="equal ones in order"),
+        pytest.param(1, (1, 3, 2, 2), {0: [0], 1: [0, 2], 2: [0, 2, 1]}, id="none passes twice"),
     ],
 )
-def test_bytes_in_flight_stay_within_the_bound_and_transfers_in_order(
+def test_transfers_are_issued_while_bytes_in_flight_are_below_the_bound(
     backend, start, bound, sizes, turns
 ):
-    """`turns` says which have been issued after this many ends."""
+    """`turns` says which have been issued after this many of them have ended, in this order."""
     transfers = start(bound * SLOT_BYTES)
     for index, num_blocks in enumerate(sizes):
         submit(transfers, STORE, 10 * index, num_blocks=num_blocks)
     for num_ended, issued in turns.items():
         if num_ended:
-            backend.complete(10 * (num_ended - 1))
+            backend.complete(backend.names[num_ended - 1])
         flush(transfers)
         assert backend.names == [10 * index for index in issued]
 

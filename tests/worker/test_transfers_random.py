@@ -71,9 +71,8 @@ class Run:
             for c in self.backend.running
             if c.copy.direction is copy.direction and c.name not in self.urgent | self.overdue
         ]
-        size_bytes = sum(c.size_bytes for c in running) + len(copy.block_ids) * SLOT_BYTES
-        is_within = size_bytes <= MAX_BLOCKS * SLOT_BYTES or not running
-        if not is_within and name not in self.urgent:
+        is_below = sum(c.size_bytes for c in running) < MAX_BLOCKS * SLOT_BYTES
+        if not is_below and name not in self.urgent:
             self.over_bound.append(name)
 
     def submit(self, direction: Direction, num_blocks: int) -> None:
