@@ -3,7 +3,7 @@
 Every size of copy is timed in the same rounds by our backend, as one contiguous copy of the same
 bytes, by one call for each range, and on a GPU by vLLM's own copies. Beside that, what a copy costs
 apart from its bytes: submission, descriptors, the report of its end; on a GPU, a fence on a store
-in progress.
+in progress, and a load beside a forward.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from safe_offload.commands.bench.report import Report, add_output_arguments, pub
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
 from safe_offload.event_loop import new_event_loop
-from safe_offload.worker.copies.base import Copy, Direction
+from safe_offload.worker.copies.base import Copy, CopyPath, Direction
 from safe_offload.worker.copies.ranges import Runs
 from safe_offload.worker.memory.host_memory import available_host_bytes
 from tests.benchmarks.copy_rigs import (
@@ -58,6 +58,7 @@ VLLM_BATCH, VLLM_KERNEL = "vLLM batch", "vLLM kernel"
 SMALL = Case(4 * KIB, 1, 1)
 MANY_BLOCKS, MANY_LAYERS, WORD_BYTES = 1000, 32, 16
 FENCED_BYTES = 64 << 20
+BESIDE_RANGES, BESIDE_LAYERS, BESIDE_BYTES = (16 * KIB, 64 * KIB), 8, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,13 @@ def measure_latencies(options: CopyOptions) -> Latencies:
         if isinstance(rig, GpuRig):
             rig.check()
             latencies |= measure_fence(rig, rounds)
+    for range_bytes in () if options.make_rig is CpuRig else BESIDE_RANGES:
+        size_bytes = min(BESIDE_BYTES, options.size_bytes_max)
+        num_blocks = max(1, size_bytes // (range_bytes * BESIDE_LAYERS))
+        with closing(options.make_rig(Case(range_bytes, num_blocks, BESIDE_LAYERS))) as rig:
+            assert isinstance(rig, GpuRig)
+            rig.check()
+            latencies |= measure_forward(rig, rounds)
     return latencies
 
 
@@ -305,6 +313,37 @@ def measure_fence(rig: GpuRig, rounds: int) -> Latencies:
         completion.given.wait(PATIENCE_S)
         found[waits].append(_time_us(completion.event.synchronize))
         completion.future.result(PATIENCE_S)
+    return found
+
+
+def measure_forward(rig: GpuRig, rounds: int) -> Latencies:
+    """Time a forward alone and beside a load by each path, and these loads.
+
+    They say by which path a load should go while others compute: the copy engines, if the forward
+    times the requests that wait for it loses more by the kernel than the load gains.
+    """
+    (load,) = rig.case.make_copies(Traffic.LOAD)
+    size = f"{rig.case.size_bytes >> 20} MiB in ranges of {_size(rig.case.range_bytes)}"
+    paths = [path for path in (CopyPath.KERNEL, CopyPath.BATCH) if path in rig.backend.paths]
+    alone = f"forward without the load of {size}"
+    names = {path: (f"beside it by {path.value}, {size}", f"load by {path.value}, {size}")
+             for path in paths}  # fmt: skip
+    found: Latencies = {name: [] for name in (alone, *itertools.chain(*names.values()))}
+    rig.forward()  # the first chooses its kernels
+    for _ in range(rounds):
+        rig.start_clock()
+        rig.forward()
+        found[alone].append(rig.stop_clock() * 1e6)
+        for path, (beside, loading) in names.items():
+            rig.backend.use((path,))
+            start_s = time.perf_counter()
+            completion = rig.backend.issue(load, rig.backend.mark())
+            rig.start_clock()
+            rig.forward()
+            completion.future.result(PATIENCE_S)
+            assert completion.path is path, "another path was timed"
+            found[loading].append((time.perf_counter() - start_s) * 1e6)
+            found[beside].append(rig.stop_clock() * 1e6)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ def fake_gpu_rigs() -> Iterator[MakeGpuRig]:
         gpus.append(FakeGpu())
         gpus[-1].num_lockable = num_lockable
         storage = torch.empty(case.size_bytes, dtype=torch.uint8)
-        return GpuRig(case, storage, gpus[-1].open(), FakeTimedEvent)
+        compute = gpus[-1].compute
+        forward = functools.partial(compute.enqueue, functools.partial(time.sleep, 0.001))
+        return GpuRig(case, storage, gpus[-1].open(), FakeTimedEvent, forward)
 
     yield make
     for gpu in gpus:

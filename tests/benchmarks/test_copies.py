@@ -79,7 +79,12 @@ def test_a_whole_report_of_a_gpu(make_gpu_rig, monkeypatch):
     options = CopyOptions(cases, 2, 1 << 20, make_gpu_rig, "a GPU of threads")
     measurements = measure(options, lambda line: None, ways)
     latencies = copies.measure_latencies(options)
-    assert len(latencies) == 7
+    assert len(latencies) == 17
+    forwards = [name for name in latencies if name.startswith(("forward", "beside"))]
+    assert len(forwards) == 6, "alone, by kernel and by batch, in two sizes of range"
+    assert min(min(latencies[name]) for name in forwards) >= 1000.0
+    loads = [name for name in latencies if name.startswith("load by")]
+    assert min(min(latencies[name]) for name in loads) > 0.0
     assert make_report(options, measurements, latencies, ways.missing, {}).render()
     assert ways.missing == {}
     ways_of = [set(one.seconds) - {OURS, LIMIT, LOOP} for one in measurements]
