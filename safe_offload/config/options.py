@@ -119,7 +119,9 @@ class OffloadConfig:
         tiers(), [], "Storage below host memory, nearest first."
     )
     max_inflight_bytes: int = setting(
-        size(MAX_BYTES_PER_RANK), "256MiB", "Limit on bytes in flight, per rank and direction."
+        size(MAX_BYTES_PER_RANK),
+        "256MiB",
+        "Bytes in flight, per rank and direction, from which on further transfers wait.",
     )
     copy_threads: int = setting(
         count(1, MAX_COPY_THREADS, example=2), 1, "Copy threads per rank; vLLM's CPU engine only."
