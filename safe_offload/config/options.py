@@ -121,7 +121,7 @@ class OffloadConfig:
     max_inflight_bytes: int = setting(
         size(MAX_BYTES_PER_RANK),
         "256MiB",
-        "Bytes in flight, per rank and direction, from which on further transfers wait.",
+        "Limit on bytes in flight, per rank and direction; one transfer may exceed it.",
     )
     copy_threads: int = setting(
         count(1, MAX_COPY_THREADS, example=2), 1, "Copy threads per rank; vLLM's CPU engine only."
