@@ -176,8 +176,7 @@ class Storm:
         left = [file for file, _ in walk(root_fd) if file.is_temporary]
         if left:
             found.append(f"{len(left)} orphans are left")
-        config = TierConfig.at(f"file://{self.root}")
-        place = open_place(str(self.root), config)
+        place = open_place(str(self.root), TierConfig.at(f"file://{self.root}"))
         bad = [item for item in place.items() if place.problem_of(item)]
         place.close()
         print(f"{num_orphans} orphans swept, {len(bad)} objects with a flipped bit left.")

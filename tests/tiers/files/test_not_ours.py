@@ -231,8 +231,7 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
     await tier.close()
     assert is_unharmed(victim)
     assert any("of 2 hard links" in line for line in said(package_log)) or file == USAGE_FILE
-    config = TierConfig.at(f"file://{base}/kv")
-    place = open_place(str(base / "kv"), config)
+    place = open_place(str(base / "kv"), TierConfig.at(f"file://{base}/kv"))
     with pytest.raises(NotOursError, match="is one of 2 hard links"):
         await asyncio.to_thread(place.recount)
     await asyncio.to_thread(place.close)
