@@ -906,6 +906,18 @@ def test_pauses_have_a_jitter(make_rig, chance, pause_s):
 # ---- the end -------------------------------------------------------------------------------------
 
 
+def test_a_loop_that_dies_while_a_tier_copies_leaves_the_memory_to_it(make_rig):
+    rig = make_rig()
+    rig.tier.holds = {"fetch"}
+    rig.fetch(1, [1], A)
+    assert not rig.runner.end()
+    assert rig.holding() is not None
+    rig.tier.release()
+    rig.loop.turn()
+    assert rig.runner.end()
+    assert rig.holding() is None
+
+
 def test_nothing_is_begun_while_it_closes(make_rig):
     rig, near, far = two_tiers(make_rig)
     near.holds, near.ignores_cancel = {"fetch"}, True
